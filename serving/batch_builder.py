@@ -1,0 +1,169 @@
+"""Scheduled requests → padded numpy batches of the bucket ladder's shapes.
+
+Every call allocates new arrays: JAX may alias a host buffer, and a step that has been dispatched may
+still read it. Padding rows have position -1, slot 0, and write past the page pool's end.
+"""
+
+import dataclasses
+
+import numpy as np
+
+from serving.buckets import Buckets
+from serving.config import PREFILL_BLOCK
+from serving.request import Request
+from serving.scheduler import PrefillChunk
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SamplingRows:
+    """Sampling settings of the rows; see `lorajax.sampler.SamplingInputs`."""
+
+    temperature: np.ndarray
+    top_k: np.ndarray
+    top_p: np.ndarray
+    min_p: np.ndarray
+    seed: np.ndarray
+    child: np.ndarray
+    position: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PaddedBatch:
+    """One step's arrays (see `lorajax.steps.StepBatch`) and the requests behind its rows of logits.
+
+    sampled: requests whose next token the step draws; entry i belongs to row i, later rows are padding.
+    sampling: None if all of them are greedy.
+    num_logprobs: most log-probabilities that a row asks for; None if no row asks.
+    """
+
+    token_ids: np.ndarray
+    positions: np.ndarray
+    write_index: np.ndarray
+    block_seq: np.ndarray
+    page_table: np.ndarray
+    slot: np.ndarray | None
+    logits_rows: np.ndarray | None
+    logits_slot: np.ndarray | None
+    sampled: list[Request]
+    sampling: SamplingRows | None
+    with_logprobs: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BatchBuilder:
+    """Builds batches of one engine's shapes.
+
+    num_pages: of the pool. max_pages: of one request. lora: whether batches route to adapter slots.
+    """
+
+    buckets: Buckets
+    page_size: int
+    num_pages: int
+    max_pages: int
+    lora: bool
+
+    def empty_decode(self, rows: int) -> PaddedBatch:
+        """A decode batch of padding alone, for compiling."""
+        return self._finish(self._empty(rows, block=1), [], rows, None)
+
+    def empty_prefill(self, tokens: int) -> PaddedBatch:
+        """A prefill batch of padding alone, for compiling."""
+        rows = self.buckets.logits_rows_for(tokens)
+        return self._finish(self._empty(tokens, block=PREFILL_BLOCK), [], rows, [])
+
+    def build_decode(self, requests: list[Request]) -> PaddedBatch:
+        """One token per request: the last known one, whose KV is not yet computed."""
+        rows = self.buckets.rows_for(len(requests))
+        batch = self._empty(rows, block=1)
+        for row, request in enumerate(requests):
+            position = request.num_tokens - 1
+            batch["token_ids"][row] = request.last_token_id
+            batch["positions"][row] = position
+            page = request.page_ids[position // self.page_size]
+            batch["write_index"][row] = page * self.page_size + position % self.page_size
+            batch["page_table"][row, : len(request.page_ids)] = request.page_ids
+            batch["slot"][row] = request.slot
+        return self._finish(batch, requests, rows, None)
+
+    def build_prefill(self, chunks: list[PrefillChunk]) -> PaddedBatch:
+        """Chunks one after another, each from the start of a block:  [aaaa|aa..|bbbb|b...|....]."""
+        num_blocks = sum(-(-chunk.num_tokens // PREFILL_BLOCK) for chunk in chunks)
+        tokens = self.buckets.tokens_for(num_blocks * PREFILL_BLOCK)
+        batch = self._empty(tokens, block=PREFILL_BLOCK)
+        sampled, logits_rows, first_block = [], [], 0
+        for seq, chunk in enumerate(chunks):
+            request, count = chunk.request, chunk.num_tokens
+            begin = first_block * PREFILL_BLOCK
+            last_block = first_block + -(-count // PREFILL_BLOCK)
+            positions = np.arange(chunk.start, chunk.start + count, dtype=np.int32)
+            pages = np.asarray(request.page_ids, np.int32)
+            rows = slice(begin, begin + count)
+            batch["token_ids"][rows] = request.token_ids(chunk.start, chunk.start + count)
+            batch["positions"][rows] = positions
+            cells = pages[positions // self.page_size] * self.page_size + positions % self.page_size
+            batch["write_index"][rows] = cells
+            batch["block_seq"][first_block:last_block] = seq
+            batch["page_table"][seq, : len(pages)] = pages
+            batch["slot"][first_block:last_block] = request.slot
+            if chunk.samples:
+                sampled.append(request)
+                logits_rows.append(begin + count - 1)
+            first_block = last_block
+        rows = self.buckets.logits_rows_for(tokens)
+        return self._finish(batch, sampled, rows, logits_rows)
+
+    def _empty(self, tokens: int, *, block: int) -> dict[str, np.ndarray]:
+        blocks = tokens // block
+        return {
+            "token_ids": np.zeros(tokens, np.int32),
+            "positions": np.full(tokens, -1, np.int32),
+            "write_index": np.full(tokens, self.num_pages * self.page_size, np.int32),
+            "block_seq": np.arange(blocks, dtype=np.int32),
+            "page_table": np.zeros((blocks, self.max_pages), np.int32),
+            "slot": np.zeros(blocks, np.int32),
+        }
+
+    def _finish(
+        self, batch: dict[str, np.ndarray], sampled: list[Request], rows: int, logits_rows: list[int] | None
+    ) -> PaddedBatch:
+        if not self.lora:
+            batch["slot"] = None
+        padded_rows = padded_slot = None
+        if logits_rows is not None:
+            padded_rows = np.zeros(rows, np.int32)
+            padded_rows[: len(logits_rows)] = logits_rows
+            padded_slot = np.zeros(rows, np.int32) if self.lora else None
+            if padded_slot is not None:
+                padded_slot[: len(sampled)] = [request.slot for request in sampled]
+        return PaddedBatch(
+            **batch,
+            logits_rows=padded_rows,
+            logits_slot=padded_slot,
+            sampled=sampled,
+            sampling=_sampling_rows(sampled, rows),
+            with_logprobs=any(request.params.logprobs is not None for request in sampled),
+        )
+
+
+def _sampling_rows(requests: list[Request], rows: int) -> SamplingRows | None:
+    if all(request.params.greedy for request in requests):
+        return None
+    sampling = SamplingRows(
+        temperature=np.zeros(rows, np.float32),
+        top_k=np.zeros(rows, np.int32),
+        top_p=np.ones(rows, np.float32),
+        min_p=np.zeros(rows, np.float32),
+        seed=np.zeros((rows, 2), np.uint32),
+        child=np.zeros(rows, np.int32),
+        position=np.zeros(rows, np.int32),
+    )
+    for row, request in enumerate(requests):
+        params = request.params
+        sampling.temperature[row] = 0.0 if params.greedy else params.temperature
+        sampling.top_k[row] = max(params.top_k, 0)
+        sampling.top_p[row] = params.top_p
+        sampling.min_p[row] = params.min_p
+        sampling.seed[row] = request.seed & 0xFFFFFFFF, request.seed >> 32 & 0xFFFFFFFF
+        sampling.child[row] = request.child_index
+        sampling.position[row] = request.num_tokens
+    return sampling
