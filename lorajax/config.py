@@ -1,7 +1,8 @@
 """What a decoder is: `ModelConfig`, read from a Hugging Face `config.json` (or from GGUF metadata)."""
 
 import dataclasses
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn"]
 
@@ -70,3 +71,12 @@ class ModelConfig:
     def num_query_groups(self) -> int:
         """Query heads that share one key/value head."""
         return self.num_attention_heads // self.num_kv_heads
+
+    @classmethod
+    def from_hf(
+        cls, config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None
+    ) -> "ModelConfig":
+        """From a parsed `config.json`; see `lorajax.hf_config`. Raises ConfigError."""
+        from lorajax.hf_config import read_hf_config  # it builds this class
+
+        return read_hf_config(config, generation_config)

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -10,6 +10,7 @@ from lorajax.config import ModelConfig
 from lorajax.tokenizer import Tokenizer
 
 
+@runtime_checkable
 class TensorSource(Protocol):
     """Tensors by their Hugging Face name, read on demand."""
 

@@ -38,7 +38,7 @@ class SlotArrays:
     """
 
     a: Float[AnyArray, "layers *slots d_in columns"]
-    b: tuple[Float[AnyArray, "layers *slots rank d_out"], ...]
+    b: tuple[Float[AnyArray, "layers *slots rank _"], ...]
     scale: Float[AnyArray, "layers *slots members"]
     rank: Int32[AnyArray, "layers *slots"]
 

@@ -4,14 +4,14 @@ Invariant: after `load_weights` every element of every array came from exactly o
 checkpoint; otherwise `CheckpointError` lists all that is missing, unknown or of the wrong shape.
 """
 
-from collections.abc import Callable, Iterable
-from typing import Protocol
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from lorajax.checkpoints.checkpoint import TensorSource
 from lorajax.config import ModelConfig
 from lorajax.errors import CheckpointError
 from lorajax.models import llama
@@ -21,14 +21,6 @@ from lorajax.models.key_table import KeyRule, KeyTable
 KEY_TABLES: dict[str, Callable[[ModelConfig], KeyTable]] = {
     "llama": llama.key_table,
 }
-
-
-class TensorSource(Protocol):
-    """What a checkpoint offers: tensors by their Hugging Face name."""
-
-    def keys(self) -> Iterable[str]: ...
-    def shape(self, name: str) -> tuple[int, ...]: ...
-    def read(self, name: str) -> np.ndarray: ...
 
 
 def load_weights(

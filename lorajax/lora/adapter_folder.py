@@ -1,0 +1,105 @@
+"""An adapter's folder on disk: which files may be read, and which never are.
+
+Invariant: only `adapter_config.json`, `adapter_model.safetensors` and a tokenizer's JSON files are
+ever opened; nothing is unpickled. With `roots`, symlinks are followed first and what lies outside is
+refused. Errors name a file by its base name: a client must not learn the server's folders.
+"""
+
+import os
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from lorajax.errors import AdapterFormatError
+from lorajax.lora.peft_config import CONFIG_NAME
+from lorajax.lora.safetensors_file import open_regular_file, read_json_object
+
+TENSORS_NAME = "adapter_model.safetensors"
+MAX_CONFIG_BYTES = 1 << 20
+
+_PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+
+
+def confined(path: str | Path, roots: Collection[str | Path] | None) -> Path:
+    """The path with all symlinks followed, if it lies in one of the roots; `None` allows any place.
+
+    Raises:
+        AdapterFormatError: outside of all roots. The message names only the last part of the path.
+    """
+    try:
+        resolved = Path(os.path.realpath(path))
+    except ValueError:  # an embedded null byte
+        raise AdapterFormatError("a path holds a null byte") from None
+    if roots is not None and not any(resolved.is_relative_to(os.path.realpath(root)) for root in roots):
+        raise AdapterFormatError(f"{Path(path).name}: lies outside of the folders that adapters may come from")
+    return resolved
+
+
+def read_small_file(path: Path, max_bytes: int, name: str) -> bytes:
+    """The bytes of a regular file that has at most `max_bytes`; errors call it `name`."""
+    fd = open_regular_file(path, name)
+    try:
+        data = os.pread(fd, max_bytes + 1, 0)
+    finally:
+        os.close(fd)
+    if len(data) > max_bytes:
+        raise AdapterFormatError(f"{name}: longer than the {max_bytes} bytes that are read")
+    return data
+
+
+class AdapterFolder:
+    """A folder that holds a PEFT adapter: the paths of its two files, checked to be there."""
+
+    def __init__(self, path: str | Path, roots: Collection[str | Path] | None = None):
+        """
+        Raises:
+            AdapterFormatError: no such folder, a file missing, or a format that is not read; the
+                message says which and what to do.
+        """
+        self.path = confined(path, roots)
+        self._roots = roots
+        if not self.path.is_dir():
+            what = "a file; give the folder that holds it" if self.path.exists() else "no such folder"
+            raise AdapterFormatError(f"adapter folder {Path(path).name!r}: {what}")
+        names = {entry.name for entry in os.scandir(self.path)}
+        if TENSORS_NAME not in names:
+            raise AdapterFormatError(_why_no_tensors(names))
+        if CONFIG_NAME not in names:
+            raise AdapterFormatError(f"{CONFIG_NAME} is missing: r and lora_alpha cannot be guessed")
+        self.names = frozenset(names)
+
+    @property
+    def tensors_path(self) -> Path:
+        return confined(self.path / TENSORS_NAME, self._roots)
+
+    def read_config(self) -> dict[str, Any]:
+        """The fields of `adapter_config.json`, as they stand."""
+        return self.read_json(CONFIG_NAME, MAX_CONFIG_BYTES)
+
+    def read_json(self, name: str, max_bytes: int) -> dict[str, Any]:
+        return read_json_object(self._read(name, max_bytes), name)
+
+    def read_text(self, name: str, max_bytes: int) -> str:
+        try:
+            return self._read(name, max_bytes).decode("utf-8")
+        except UnicodeDecodeError:
+            raise AdapterFormatError(f"{name}: not UTF-8 text") from None
+
+    def _read(self, name: str, max_bytes: int) -> bytes:
+        return read_small_file(confined(self.path / name, self._roots), max_bytes, name)
+
+
+def _why_no_tensors(names: set[str]) -> str:
+    missing = f"{TENSORS_NAME} is missing"
+    pickles = sorted(name for name in names if name.endswith(_PICKLE_SUFFIXES))
+    tensors = sorted(name for name in names if name.endswith(".safetensors"))
+    if any("-of-" in name for name in tensors) or f"{TENSORS_NAME}.index.json" in names:
+        return f"{missing}: adapters in shards are not read; save the adapter as one file"
+    if tensors:
+        return f"{missing}: found {tensors[0][:120]!r}; PEFT's name for the file is {TENSORS_NAME}"
+    if pickles:
+        return (
+            f"{missing}: found {pickles[0][:120]!r}, a pickle, which is never loaded because it can run code; "
+            "save the adapter as safetensors (PEFT: save_pretrained(..., safe_serialization=True))"
+        )
+    return f"{missing}: the folder holds no adapter"

@@ -1,0 +1,142 @@
+"""The one thread that steps the engine, and the streams by which callers receive outputs.
+
+Invariant: scheduler, caches, slots and device belong to this thread. Other threads hand it callables,
+which run between two steps, and read their request's outputs from a queue of its own.
+"""
+
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from typing import TypeVar
+
+from lorajax.errors import EngineClosed
+from serving.engine import LLMEngine, PreparedRequest
+from serving.outputs import RequestOutput
+
+T = TypeVar("T")
+
+
+class OutputStream:
+    """Outputs of one request, in order, ending with the finished one."""
+
+    def __init__(self, request_id: str):
+        self.request_id = request_id
+        self._queue: queue.SimpleQueue[RequestOutput | BaseException] = queue.SimpleQueue()
+
+    def put(self, item: RequestOutput | BaseException) -> None:
+        self._queue.put(item)
+
+    def __iter__(self) -> Iterator[RequestOutput]:
+        finished = False
+        while not finished:
+            item = self._queue.get()
+            if isinstance(item, BaseException):
+                raise item
+            finished = item.finished
+            yield item
+
+
+class EngineLoop:
+    """Runs an engine on a thread of its own until closed."""
+
+    def __init__(self, engine: LLMEngine):
+        self._engine = engine
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._streams: dict[str, OutputStream] = {}
+        self._lock = threading.Lock()  # guards _closing: nothing is posted after the last drain
+        self._closing = False
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="lorajax-engine", daemon=True)
+        self._thread.start()
+
+    def submit(self, requests: Sequence[PreparedRequest]) -> list[OutputStream]:
+        """Queue requests together, so that they can share their first batch."""
+        streams = [OutputStream(request.request_id) for request in requests]
+
+        def add() -> None:
+            for request, stream in zip(requests, streams, strict=True):
+                if self._failure is not None:
+                    self._engine.discard(request)
+                    stream.put(self._closed_error())
+                    continue
+                self._streams[request.request_id] = stream
+                self._deliver(self._engine.add(request))
+
+        self._post(add)
+        return streams
+
+    def abort(self, request_id: str) -> None:
+        """End a request before its next step. Unknown and finished requests are left alone."""
+        self._post(lambda: self._deliver(self._engine.abort(request_id)))
+
+    def call(self, function: Callable[[], T]) -> T:
+        """Run a function on the engine's thread, between two steps, and return its result."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(function())
+            except BaseException as error:  # noqa: BLE001 - handed to the caller, who raises it
+                future.set_exception(error)
+
+        self._post(run)
+        return future.result()
+
+    def close(self) -> None:
+        """Abort what runs, stop the thread. Calling it again does nothing."""
+        with self._lock:
+            if not self._closing:
+                self._closing = True
+                self._inbox.put(self._abort_all)
+        self._thread.join()
+
+    def _post(self, command: Callable[[], None]) -> None:
+        with self._lock:
+            if self._closing:
+                raise self._closed_error()
+            self._inbox.put(command)
+
+    def _closed_error(self) -> EngineClosed:
+        if self._failure is None:
+            return EngineClosed("the engine is closed")
+        error = EngineClosed(f"the engine stopped: {type(self._failure).__name__}: {self._failure}")
+        error.__cause__ = self._failure
+        return error
+
+    def _abort_all(self) -> None:
+        for request_id in list(self._streams):
+            self._deliver(self._engine.abort(request_id))
+
+    def _run(self) -> None:
+        while not self._closing:
+            if not self._engine.has_work:
+                self._inbox.get()()  # nothing to do: sleep until a command comes
+            self._run_commands()
+            if self._engine.has_work and not self._closing:
+                self._step()
+        self._run_commands()
+
+    def _run_commands(self) -> None:
+        while not self._inbox.empty():
+            self._inbox.get()()
+
+    def _step(self) -> None:
+        try:
+            outputs = self._engine.step()
+        except Exception as error:  # noqa: BLE001 - whatever it was, nobody may be left waiting
+            self._failure = error
+            for stream in self._streams.values():
+                stream.put(self._closed_error())
+            self._streams.clear()
+            self._engine.discard_all()
+        else:
+            self._deliver(outputs)
+
+    def _deliver(self, outputs: Sequence[RequestOutput]) -> None:
+        for output in outputs:
+            stream = self._streams.get(output.request_id)
+            if stream is not None:
+                stream.put(output)
+                if output.finished:
+                    del self._streams[output.request_id]

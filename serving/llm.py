@@ -1,0 +1,228 @@
+"""`LLM`: the synchronous Python API."""
+
+import itertools
+import numbers
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+from tqdm.auto import tqdm
+
+from lorajax.errors import ConfigError, RequestRejected
+from lorajax.tokenizer import Tokenizer
+from serving.adapter_loader import AdapterSource
+from serving.config import EngineConfig
+from serving.engine import PreparedRequest
+from serving.engine_builder import build_engine
+from serving.engine_loop import EngineLoop, OutputStream
+from serving.outputs import AdapterStatus, EngineStats, RequestOutput
+from serving.sampling_params import SamplingParams
+
+T = TypeVar("T")
+Prompt = str | Sequence[int]
+Messages = Sequence[Mapping[str, Any]]
+
+
+class LLM:
+    """One base model with many adapters, in this process. Safe to call from several threads.
+
+    model: Hugging Face folder, `*.gguf` file or Hub id.
+    adapters: name -> PEFT folder, Hub id or `AdapterWeights`, loaded at start.
+    tokenizer: in place of the checkpoint's own.
+    config: an `EngineConfig`, or its fields as keywords; not both.
+    Raises CheckpointError, ConfigError, AdapterFormatError, AdapterCapacityError; TypeError for an
+    option that does not exist.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        adapters: Mapping[str, AdapterSource] | None = None,
+        tokenizer: Tokenizer | None = None,
+        config: EngineConfig | None = None,
+        **engine_config_fields: Any,
+    ):
+        if config is not None and engine_config_fields:
+            raise ConfigError(f"config and {sorted(engine_config_fields)} are both given; allowed: one of them")
+        config = config or EngineConfig(**engine_config_fields)
+        self._engine = build_engine(model, config, tokenizer=tokenizer)
+        self._loop = EngineLoop(self._engine)
+        self._request_numbers = itertools.count()
+        try:
+            for name, source in (adapters or {}).items():
+                self.load_adapter(name, source)
+        except BaseException:
+            self.close()
+            raise
+
+    # ---- requests ----
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        adapter: str | None | Sequence[str | None] = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Complete all prompts in one go; results in input order.
+
+        prompts: a text, a list of texts, or a list of token-id lists. sampling_params and adapter: one
+        for all, or one each. priority: lower runs earlier. cache_salt: requests with different salts
+        never share cached pages.
+        Raises RequestRejected or AdapterNotFound before anything runs.
+        """
+        prompts = _as_list_of_prompts(prompts)
+        params = _one_each(sampling_params, len(prompts), "sampling_params", default=SamplingParams())
+        names = _one_each(adapter, len(prompts), "adapter", default=None)
+        prepared: list[PreparedRequest] = []
+        try:
+            for prompt, param, name in zip(prompts, params, names, strict=True):
+                prepared.append(
+                    self._prepare(prompt, param, name, priority=priority, cache_salt=cache_salt, final_only=True)
+                )
+        except BaseException:
+            for request in prepared:
+                self._engine.discard(request)
+            raise
+        return self._wait(self._loop.submit(prepared), use_tqdm)
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        adapter: str | None | Sequence[str | None] = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or each of a list, through the checkpoint's own chat template."""
+        conversations = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
+        tokenizer = self._engine.require_tokenizer()
+        prompts = [
+            tokenizer.encode(
+                tokenizer.apply_chat_template(m, tools=tools, add_generation_prompt=add_generation_prompt),
+                add_special_tokens=False,
+            )
+            for m in conversations
+        ]
+        return self.generate(prompts, sampling_params, adapter=adapter, use_tqdm=use_tqdm)
+
+    def render_chat(self, messages: Messages, *, tools: Sequence[Mapping[str, Any]] | None = None) -> list[int]:
+        """Token ids of a conversation, ready to be answered: a prompt for `generate` or `stream`."""
+        tokenizer = self._engine.require_tokenizer()
+        text = tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True)
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, adapter: str | None = None
+    ) -> Iterator[RequestOutput]:
+        """Outputs as they grow: `outputs[i].text` so far and `.delta`, the new part.
+
+        The request is queued at once. Closing the iterator aborts it.
+        """
+        prepared = self._prepare(prompt, sampling_params or SamplingParams(), adapter, final_only=False)
+        (stream,) = self._loop.submit([prepared])
+        return self._stream(stream)
+
+    def _stream(self, stream: OutputStream) -> Iterator[RequestOutput]:
+        try:
+            yield from stream
+        finally:
+            self._loop.abort(stream.request_id)
+
+    def _prepare(self, prompt: Prompt, params: SamplingParams, adapter: str | None, **options: Any) -> PreparedRequest:
+        request_id = f"request-{next(self._request_numbers)}"
+        return self._engine.prepare(prompt, params, adapter, request_id=request_id, **options)
+
+    def _wait(self, streams: list[OutputStream], use_tqdm: bool) -> list[RequestOutput]:
+        """The final output of each stream. Interrupted, it aborts them all."""
+        results = []
+        try:
+            # disable=None: a bar only where there is a terminal or notebook
+            for stream in tqdm(streams, desc="requests", disable=None if use_tqdm else True):
+                *_, last = stream
+                results.append(last)
+        except BaseException:
+            for stream in streams:
+                self._loop.abort(stream.request_id)
+            raise
+        return results
+
+    # ---- adapters ----
+
+    def load_adapter(
+        self, name: str, source: AdapterSource, *, pinned: bool = False, replace: bool = False
+    ) -> AdapterStatus:
+        """Validate an adapter completely, then register it under `name`.
+
+        The same name and source again changes nothing. pinned: keeps its device slot once it has one.
+        replace: a new version for new requests; running ones finish on the weights they began with.
+        Raises AdapterFormatError, AdapterExists, AdapterCapacityError.
+        """
+        return self._engine.adapters.load(name, source, pinned=pinned, replace=replace)
+
+    def unload_adapter(self, name: str, *, timeout: float | None = None) -> int:
+        """Refuse new requests at once, wait for running ones, free all that the adapter holds.
+
+        timeout: seconds to wait, then AdapterBusy. Returns how many requests it waited for.
+        """
+        return self._engine.adapters.unload(name, self._loop.call, timeout=timeout)
+
+    def blend_adapters(self, name: str, weights: Mapping[str, float]) -> AdapterStatus:
+        """Register the exact weighted sum of loaded adapters (their ranks add up) as `name`."""
+        return self._engine.adapters.blend(name, weights)
+
+    def adapters(self) -> list[AdapterStatus]:
+        """Every registered adapter, in the order of loading."""
+        return self._loop.call(self._engine.adapters.statuses)
+
+    # ---- engine ----
+
+    def stats(self) -> EngineStats:
+        return self._loop.call(self._engine.stats)
+
+    def subscribe_kv_events(self, callback: Callable[[Any], None]) -> Callable[[], None]:
+        """Call `callback` with every event of the prefix cache; returns the function that ends it.
+
+        The callback runs on the engine's thread and must be quick. Needs `kv_events=True`.
+        """
+        return self._loop.call(lambda: self._engine.subscribe_kv_events(callback))
+
+    def close(self) -> None:
+        """Abort what runs and free the device. Later calls raise EngineClosed."""
+        self._loop.close()
+        self._engine.close()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _as_list_of_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    prompts = list(prompts)
+    if prompts and all(isinstance(item, numbers.Integral) for item in prompts):
+        return [prompts]  # one prompt of token ids
+    return prompts
+
+
+def _one_each(value: T | Sequence[T], count: int, name: str, *, default: T) -> list[T]:
+    """One value for all, or a list of one each."""
+    if value is None:
+        return [default] * count
+    if isinstance(value, (list, tuple)):
+        if len(value) != count:
+            raise RequestRejected(f"{name} has {len(value)} entries for {count} prompts; allowed: one, or one each")
+        return [default if item is None else item for item in value]
+    return [value] * count  # pyright: ignore[reportReturnType]
