@@ -11,15 +11,17 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from lorajax.config import ModelConfig
-from lorajax.errors import AdapterFormatError, ConfigError, LoraJaxError
+from lorajax.errors import AdapterBusy, AdapterCapacityError, AdapterFormatError, AdapterNotFound, ConfigError
 from lorajax.lora.blend import blend_adapters
 from lorajax.lora.peft import load_peft
-from lorajax.lora.source import find_adapter
 from lorajax.lora.weights import AdapterWeights
-from serving.adapter_registry import AdapterRegistry
+from serving.adapter_registry import AdapterRegistry, RegisteredAdapter
 from serving.config import EngineConfig
 from serving.model_runner import ModelRunner
 from serving.outputs import AdapterStatus
@@ -34,5 +36,153 @@ class HostAdapter:
 
     weights: AdapterWeights
     packed: nnx.State
-    source: AdapterSource | Mapping[str, float]
+    source: object
     pinned: bool
+
+
+class AdapterLoader:
+    """The adapters of one engine. `load`, `blend` and `unload` may be called from any thread."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: ModelConfig,
+        *,
+        registry: AdapterRegistry,
+        runner: ModelRunner,
+        scheduler: Scheduler,
+        dtype: jnp.dtype,
+    ):
+        self._config, self._model, self.registry = config, model, registry
+        self._runner, self._scheduler, self._dtype = runner, scheduler, dtype
+        self._names = threading.Lock()  # guards _loading
+        self._loading: dict[str, threading.Lock] = {}
+
+    def load(
+        self, name: str, source: AdapterSource, *, pinned: bool = False, replace: bool = False
+    ) -> AdapterStatus:
+        """See `LLM.load_adapter`."""
+        self.registry.check_name(name)
+        source = _canonical(source)
+        with self._one_at_a_time(name):
+            old = self.registry.find(name)
+            if old is not None and not replace and _same(old.payload.source, source):
+                return self._status(old)
+            if old is not None and not replace:
+                self.registry.register(name, None)  # raises AdapterExists
+            return self._register(name, self._read(name, source), source, pinned=pinned, replace=replace)
+
+    def blend(self, name: str, weights: Mapping[str, float]) -> AdapterStatus:
+        """See `LLM.blend_adapters`."""
+        self.registry.check_name(name)
+        parts = []
+        for part, weight in weights.items():
+            entry = self.registry.find(part)
+            if entry is None:
+                raise AdapterNotFound(f"no adapter named {part!r:.80} to blend")
+            parts.append((entry.payload.weights, float(weight)))
+        with self._one_at_a_time(name):
+            blended = blend_adapters(parts)
+            self._check_capacity(blended)
+            source = "blend of " + ", ".join(f"{weight:g} · {part}" for part, weight in weights.items())
+            return self._register(name, blended, source, pinned=False, replace=False)
+
+    def unload(
+        self, name: str, on_engine: Callable[[Callable[[], Any]], Any], *, timeout: float | None
+    ) -> int:
+        """See `LLM.unload_adapter`. on_engine: runs a function on the engine's thread."""
+        entry = self.registry.start_draining(name)
+        num_users = len(entry.users)
+        try:
+            self.registry.wait_drained(entry, timeout)
+        except AdapterBusy:
+            self.registry.undo_draining(entry)
+            raise
+        on_engine(self.collect_drained)
+        return num_users
+
+    def packed(self, adapter_id: int) -> nnx.State:
+        """An adapter as a slot's content."""
+        return self.registry.payload(adapter_id).packed
+
+    # ---- the engine's thread ----
+
+    def collect_drained(self) -> None:
+        """Free slot, cached pages and host copy of every version that is gone and has no users."""
+        for entry in self.registry.drained():
+            self._scheduler.slots.drop(entry.adapter_id)
+            self._scheduler.cache.drop_adapter(entry.adapter_id)
+            self.registry.remove(entry)
+
+    def statuses(self) -> list[AdapterStatus]:
+        return [self._status(entry) for entry in self.registry]
+
+    # ---- reading ----
+
+    def _read(self, name: str, source: AdapterSource) -> AdapterWeights:
+        if not self._config.max_loras:
+            raise ConfigError("max_loras is 0, which switches LoRA off; allowed: 1 or more, to load an adapter")
+        try:
+            if isinstance(source, AdapterWeights):
+                weights = jax.tree.map(lambda leaf: np.asarray(leaf, dtype=self._dtype), source)
+            else:
+                weights = load_peft(
+                    source,
+                    self._model,
+                    dtype=self._dtype,
+                    max_rank=self._config.max_lora_rank,
+                    target_modules=self._config.lora_target_modules,
+                )
+            self._check_capacity(weights)
+        except (AdapterFormatError, AdapterCapacityError) as error:
+            raise type(error)(f"adapter {name!r}: {error}") from error
+        return weights
+
+    def _check_capacity(self, weights: AdapterWeights) -> None:
+        if weights.rank > self._config.max_lora_rank:
+            raise AdapterCapacityError(
+                f"rank {weights.rank}; allowed: max_lora_rank = {self._config.max_lora_rank}"
+            )
+
+    def _register(
+        self, name: str, weights: AdapterWeights, source: object, *, pinned: bool, replace: bool
+    ) -> AdapterStatus:
+        host = HostAdapter(weights=weights, packed=self._runner.pack(weights), source=source, pinned=pinned)
+        entry = self.registry.register(name, host, replace=replace)
+        if pinned:
+            self._scheduler.slots.keep(entry.adapter_id)
+        return self._status(entry)
+
+    def _one_at_a_time(self, name: str) -> threading.Lock:
+        """Loads of one name follow one another; those of other names do not wait."""
+        with self._names:
+            return self._loading.setdefault(name, threading.Lock())
+
+    def _status(self, entry: RegisteredAdapter) -> AdapterStatus:
+        host, slots = entry.payload, self._scheduler.slots
+        resident = slots.is_resident(entry.adapter_id)
+        running = {r.group_id for r in list(self._scheduler.running) if r.adapter_id == entry.adapter_id}
+        return AdapterStatus(
+            name=entry.name,
+            adapter_id=entry.adapter_id,
+            rank=host.weights.rank,
+            target_modules=host.weights.target_modules,
+            num_parameters=host.weights.num_parameters,
+            state="draining" if entry.draining else "resident" if resident else "host",
+            num_running=len(running),
+            num_waiting=len(entry.users - running),
+            pinned=host.pinned,
+            source=host.source if isinstance(host.source, str) else "memory",
+        )
+
+
+def _canonical(source: AdapterSource) -> AdapterSource:
+    """Paths by what they resolve to, so that two spellings are the same source."""
+    if isinstance(source, AdapterWeights):
+        return source
+    path = Path(source).expanduser()
+    return str(path.resolve()) if path.exists() else str(source)
+
+
+def _same(old: object, new: object) -> bool:
+    return old is new or (isinstance(old, str) and old == new)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import TypeVar
 
-from lorajax.errors import EngineClosed
+from lorajax.errors import EngineClosed, RequestRejected
 from serving.engine import LLMEngine, PreparedRequest
 from serving.outputs import RequestOutput
 
@@ -60,8 +60,12 @@ class EngineLoop:
                     self._engine.discard(request)
                     stream.put(self._closed_error())
                     continue
-                self._streams[request.request_id] = stream
-                self._deliver(self._engine.add(request))
+                try:
+                    self._engine.add(request)
+                except RequestRejected as error:
+                    stream.put(error)
+                else:
+                    self._streams[request.request_id] = stream
 
         self._post(add)
         return streams
@@ -129,7 +133,7 @@ class EngineLoop:
             for stream in self._streams.values():
                 stream.put(self._closed_error())
             self._streams.clear()
-            self._engine.discard_all()
+            self._engine.fail_all()
         else:
             self._deliver(outputs)
 

@@ -45,6 +45,7 @@ class ModelRunner:
         self._targets = adapter_targets(model.config)
         self._graphdef, self._slots, self._weights = nnx.split(model, LoRASlot, ...)
         self._kv_cache = init_kv_cache(model.config, builder.num_pages, builder.page_size, kv_dtype)
+        self._slot_shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), self._slots)
         self._programs: dict[Program, Callable] = {}
 
     # ---- running ----
@@ -68,11 +69,16 @@ class ModelRunner:
 
     def pack(self, weights: AdapterWeights) -> nnx.State:
         """Host work of a slot write, free of the device: may run on any thread."""
-        return pack_adapter(weights, self._slots, self._targets)
+        return pack_adapter(weights, self._slot_shapes, self._targets)
 
     def write_slot(self, slot: int, packed: nnx.State) -> None:
         """Overwrite a device slot as a whole. Steps already dispatched read the old content."""
         self._slots = self._program(Program("write_slot"))(self._slots, packed, np.int32(slot))
+
+    def close(self) -> None:
+        """Drop the arrays and programs; the runner can do nothing afterwards."""
+        self._slots = self._weights = self._kv_cache = None
+        self._programs.clear()
 
     # ---- compiling ----
 

@@ -31,7 +31,9 @@ def confined(path: str | Path, roots: Collection[str | Path] | None) -> Path:
     except ValueError:  # an embedded null byte
         raise AdapterFormatError("a path holds a null byte") from None
     if roots is not None and not any(resolved.is_relative_to(os.path.realpath(root)) for root in roots):
-        raise AdapterFormatError(f"{Path(path).name}: lies outside of the folders that adapters may come from")
+        raise AdapterFormatError(
+            f"{Path(path).name}: lies outside of the folders that adapters may come from"
+        )
     return resolved
 
 
@@ -99,7 +101,7 @@ def _why_no_tensors(names: set[str]) -> str:
         return f"{missing}: found {tensors[0][:120]!r}; PEFT's name for the file is {TENSORS_NAME}"
     if pickles:
         return (
-            f"{missing}: found {pickles[0][:120]!r}, a pickle, which is never loaded because it can run code; "
+            f"{missing}: found {pickles[0][:120]!r}, a pickle, which is never loaded, since it can run code; "
             "save the adapter as safetensors (PEFT: save_pretrained(..., safe_serialization=True))"
         )
     return f"{missing}: the folder holds no adapter"

@@ -52,14 +52,12 @@ def bind(
     pairs = _pairs(keys)
     targets = adapter_targets(config) if config else {path: None for path in pairs if is_adaptable(path)}
     unknown = [pair["A"].key for path, pair in pairs.items() if path not in targets]
-    if unknown:
-        raise AdapterFormatError(
-            f"{len(unknown)} of {len(pairs)} adapted modules are not in the base model: {sample_names(unknown)}; "
-            f"the base has {_base_sample(targets, config)}"
-        )
+    _refuse_unknown(unknown, len(pairs), config)
     tied = _ties_head(pairs, peft_config, config)
     _check_selection(pairs, peft_config, config, tied)
-    modules = {path: _bind_module(path, pair, shapes, peft_config, targets[path]) for path, pair in pairs.items()}
+    modules = {
+        path: _bind_module(path, pair, shapes, peft_config, targets[path]) for path, pair in pairs.items()
+    }
     if tied:
         modules["lm_head"] = _tied_head(modules, peft_config)
     return dict(sorted(modules.items()))
@@ -74,12 +72,7 @@ def check_weights(weights: AdapterWeights, config: ModelConfig) -> None:
     targets = adapter_targets(config)
     if not weights.modules:
         raise AdapterFormatError("the adapter holds no LoRA module")
-    unknown = [path for path in weights.modules if path not in targets]
-    if unknown:
-        raise AdapterFormatError(
-            f"{len(unknown)} of {len(weights.modules)} adapted modules are not in the base model: "
-            f"{sample_names(unknown)}; the base has {_base_sample(targets, config)}"
-        )
+    _refuse_unknown([path for path in weights.modules if path not in targets], len(weights.modules), config)
     for path, module in weights.modules.items():
         _check_shapes(path, tuple(module.a.shape), tuple(module.b.shape), module.rank, targets[path])
 
@@ -116,22 +109,33 @@ def _pairs(keys: Sequence[FactorKey]) -> dict[str, dict[str, FactorKey]]:
     for key in keys:
         pair = pairs.setdefault(key.path, {})
         if other := pair.get(key.factor):
-            raise AdapterFormatError(f"tensors {other.key!r} and {key.key!r} are the same factor of one module")
+            raise AdapterFormatError(
+                f"tensors {other.key!r} and {key.key!r} are the same factor of one module"
+            )
         if key.is_embedding != (key.path == "embed_tokens"):
             expected = "lora_embedding_A/B" if key.path == "embed_tokens" else "lora_A/B"
             raise AdapterFormatError(f"tensor {key.key!r}: the factors of this module are called {expected}")
         pair[key.factor] = key
     orphans = [factor.key for pair in pairs.values() if len(pair) == 1 for factor in pair.values()]
     if orphans:
-        raise AdapterFormatError(f"{len(orphans)} factors stand without their partner: {sample_names(orphans)}")
+        raise AdapterFormatError(
+            f"{len(orphans)} factors stand without their partner: {sample_names(orphans)}"
+        )
     return pairs
 
 
-def _base_sample(targets: Mapping[str, AdapterTarget | None], config: ModelConfig | None) -> str:
+def _refuse_unknown(unknown: Sequence[str], num_modules: int, config: ModelConfig | None) -> None:
+    if not unknown:
+        return
     if config is None:
-        return "modules like 'layers.0.self_attn.q_proj', 'layers.0.mlp.up_proj', 'embed_tokens' and 'lm_head'"
-    inside = [hf_name(path) for path in targets if path.startswith("layers.0.")]
-    return f"layers 0 to {config.num_layers - 1}, 'model.embed_tokens', 'lm_head', and {sample_names(inside)}"
+        base = "modules like 'layers.0.self_attn.q_proj', 'layers.0.mlp.up_proj', 'embed_tokens', 'lm_head'"
+    else:
+        inside = [hf_name(path) for path in adapter_targets(config) if path.startswith("layers.0.")]
+        base = f"layers 0 to {config.num_layers - 1}, 'model.embed_tokens', 'lm_head', {sample_names(inside)}"
+    raise AdapterFormatError(
+        f"{len(unknown)} of {num_modules} adapted modules are not in the base model: "
+        f"{sample_names(unknown)}; the base has {base}"
+    )
 
 
 def _ties_head(
@@ -156,7 +160,7 @@ def _tied_head(modules: Mapping[str, BoundModule], peft_config: PeftLoraConfig) 
     rank = peft_config.rank_of("lm_head")
     if rank != embedding.rank:
         raise AdapterFormatError(
-            f"lm_head: rank {rank}, but it is tied to embed_tokens of rank {embedding.rank} (ensure_weight_tying)"
+            f"lm_head: rank {rank}, but ensure_weight_tying ties it to embed_tokens of rank {embedding.rank}"
         )
     return BoundModule(
         path="lm_head",
@@ -242,9 +246,10 @@ def unmatched_patterns(modules: Mapping[str, BoundModule], peft_config: PeftLora
     names = [module.name for module in modules.values()]
     return [
         f"{field}[{pattern.text!r}]"
-        for field, table in (("rank_pattern", peft_config.rank_pattern), ("alpha_pattern", peft_config.alpha_pattern))
+        for field, table in (
+            ("rank_pattern", peft_config.rank_pattern),
+            ("alpha_pattern", peft_config.alpha_pattern),
+        )
         for pattern, _ in table
         if not any(map(pattern.fullmatch, names))
     ]
-
-

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from lorajax.errors import AdapterFormatError, ConfigError
-from lorajax.lora.weights import AdapterWeights, LoRAModule
+from lorajax.lora.weights import AdapterWeights, AnyArray, LoRAModule
 
 
-def blend_adapters(parts: Sequence[tuple[AdapterWeights, float]]) -> AdapterWeights:
+def blend_adapters(parts: Sequence[tuple[AdapterWeights, int | float]]) -> AdapterWeights:
     """The adapter whose update is Σ weight · update of each part.
 
     Per module, with w the weight and s the scaling of a part:
@@ -23,7 +23,7 @@ def blend_adapters(parts: Sequence[tuple[AdapterWeights, float]]) -> AdapterWeig
     scaling w·s. Parts of weight 0 are left out.
 
     Raises:
-        ConfigError: no part, a weight that is no finite number, or all weights 0.
+        ConfigError: no part, all weights 0, or a weight that is no number that float32 can hold.
         AdapterFormatError: the parts adapt one module with different shapes.
     """
     for _, weight in parts:
@@ -31,7 +31,9 @@ def blend_adapters(parts: Sequence[tuple[AdapterWeights, float]]) -> AdapterWeig
             raise ConfigError(f"blend: weight {weight!r}; allowed: finite numbers")
     kept = [(adapter, float(weight)) for adapter, weight in parts if weight != 0]
     if not kept:
-        raise ConfigError(f"blend: {len(parts)} parts, none with a weight other than 0; at least one is needed")
+        raise ConfigError(
+            f"blend: {len(parts)} parts, none with a weight other than 0; at least one is needed"
+        )
     paths = sorted({path for adapter, _ in kept for path in adapter.modules})
     modules = {}
     for path in paths:
@@ -40,6 +42,8 @@ def blend_adapters(parts: Sequence[tuple[AdapterWeights, float]]) -> AdapterWeig
             for adapter, weight in kept
             if path in adapter.modules
         ]
+        if not all(abs(factor) <= 3.4e38 for _, factor in terms):
+            raise ConfigError(f"blend: weight times scaling of {path!r} is more than float32 holds")
         modules[path] = _sum_terms(path, terms)
     return AdapterWeights(modules=modules)
 
@@ -54,16 +58,24 @@ def _sum_terms(path: str, terms: list[tuple[LoRAModule, float]]) -> LoRAModule:
     scaling = max((factor for _, factor in terms), key=abs)
     if scaling == 0:
         scaling, terms = 0.0, [(module, 0.0) for module, _ in terms]
-    xp = np if all(isinstance(array, np.ndarray) for module, _ in terms for array in (module.a, module.b)) else jnp
+    arrays = [array for module, _ in terms for array in (module.a, module.b)]
+    xp = np if all(isinstance(array, np.ndarray) for array in arrays) else jnp
     ratios = [factor / scaling if scaling else 1.0 for _, factor in terms]
-    dtype = jnp.result_type(*(array.dtype for module, _ in terms for array in (module.a, module.b)))
-    if not all(_is_power_of_two(ratio) for ratio in ratios):
-        dtype = jnp.promote_types(dtype, jnp.float32)
+    dtype = _common_dtype(arrays, exact=all(map(_is_power_of_two, ratios)))
     a = xp.concatenate([module.a.astype(dtype) for module, _ in terms], axis=0)
-    b = xp.concatenate(
-        [module.b.astype(dtype) * dtype.type(ratio) for (module, _), ratio in zip(terms, ratios, strict=True)], axis=1
-    )
+    scaled = [
+        module.b.astype(dtype) * dtype.type(ratio) for (module, _), ratio in zip(terms, ratios, strict=True)
+    ]
+    b = xp.concatenate(scaled, axis=1)
     return LoRAModule(a=a, b=b, scaling=scaling)
+
+
+def _common_dtype(arrays: list[AnyArray], *, exact: bool) -> np.dtype:
+    """The arrays' own dtype if they share it and nothing is multiplied; otherwise float32 or wider."""
+    dtypes = {np.dtype(array.dtype) for array in arrays}
+    if exact and len(dtypes) == 1:
+        return dtypes.pop()
+    return np.dtype(np.float64 if np.dtype(np.float64) in dtypes else np.float32)
 
 
 def _is_power_of_two(ratio: float) -> bool:

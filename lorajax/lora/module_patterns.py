@@ -13,14 +13,13 @@ import functools
 import operator
 import re
 from collections.abc import Callable
-from re import _constants as op  # the parser behind `re`, alike in Python 3.11 to 3.14
-from re import _parser
+from re import _constants as op  # pyright: ignore[reportAttributeAccessIssue]  # alike in 3.11 to 3.14
+from re import _parser  # pyright: ignore[reportAttributeAccessIssue]
 from typing import Any, ClassVar
 
 from lorajax.errors import AdapterFormatError
 
 MAX_PATTERN_LENGTH = 2048
-
 MAX_PATTERN_DEPTH = 40
 MAX_ROUNDS = 20_000  # of repeated parts, on one name; honest patterns take a few hundred
 
@@ -197,7 +196,9 @@ class _Walk:
         if direction > 0:
             return self._keep(lambda position: self.sequence(nodes, 1 << position) != 0, starts)
         # a look-behind may begin anywhere before the place where it ends
-        return self._keep(lambda position: self.sequence(nodes, (2 << position) - 1) >> position & 1 == 1, starts)
+        return self._keep(
+            lambda position: self.sequence(nodes, (2 << position) - 1) >> position & 1 == 1, starts
+        )
 
     def _assert_not(self, argument: tuple[int, Nodes], starts: int) -> int:
         return starts & ~self._assert(argument, starts)

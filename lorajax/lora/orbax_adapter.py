@@ -49,7 +49,7 @@ def save_orbax(weights: AdapterWeights, folder: str | Path) -> None:
 def load_orbax(
     folder: str | Path,
     rank: int | None = None,
-    alpha: float | None = None,
+    alpha: int | float | None = None,
     *,
     use_rslora: bool = False,
     config: ModelConfig | None = None,
@@ -75,7 +75,9 @@ def load_orbax(
             tree = checkpointer.restore(folder, ocp.args.PyTreeRestore(restore_args=as_numpy))
     except (ValueError, TypeError, KeyError, AttributeError, OSError) as error:
         # Orbax's own messages name the folder
-        raise AdapterFormatError(f"{folder.name!r} cannot be read by Orbax ({type(error).__name__})") from error
+        raise AdapterFormatError(
+            f"{folder.name!r} cannot be read by Orbax ({type(error).__name__})"
+        ) from error
     source = _own_format(tree) if isinstance(tree, Mapping) and set(tree) == {"factors", "scaling"} else tree
     return read_pytree(source, rank, alpha, use_rslora=use_rslora, config=config, rename=rename)
 
@@ -88,6 +90,8 @@ def _own_format(tree: Mapping[str, Any]) -> AdapterWeights:
     for path, pair in sorted(factors.items()):
         a, b, scaling = pair["a"], pair["b"], float(scalings[path])
         if a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1] or not abs(scaling) <= 3.4e38:
-            raise AdapterFormatError(f"{path}: A {list(a.shape)}, B {list(b.shape)}, scaling {scaling} are no LoRA")
+            raise AdapterFormatError(
+                f"{path}: A {list(a.shape)}, B {list(b.shape)}, scaling {scaling} are no LoRA"
+            )
         modules[path] = LoRAModule(a=a, b=b, scaling=scaling)
     return AdapterWeights(modules=modules)

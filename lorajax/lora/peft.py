@@ -86,10 +86,10 @@ def _report(
     if unmatched := unmatched_patterns(modules, peft_config):
         warn(f"{len(unmatched)} patterns match no adapted module: {', '.join(unmatched[:3])}")
     if idle := [path for path, module in modules.items() if module.scaling <= 0]:
-        warn(f"lora_alpha is not above zero for {len(idle)} modules: {sample_names(idle)}; it is applied as it is")
+        warn(f"lora_alpha is not above zero, and applied as it is, in {sample_names(idle)}")
     made_for = peft_config.base_model_name
     if base_name and made_for and _last_part(made_for) != _last_part(base_name):
-        warn(f"the adapter was made for {_last_part(made_for)!r}; the served model is {_last_part(base_name)!r}")
+        warn(f"the adapter was made for {_last_part(made_for)!r}, and is loaded on {_last_part(base_name)!r}")
 
 
 def _last_part(name: str) -> str:
@@ -118,7 +118,9 @@ def _check_base_copy(
         return
     ours = base_weight(copy.path)
     if not np.array_equal(cast(file.read(copy.key), ours.dtype), ours):
-        raise AdapterFormatError(f"tensor {copy.key!r} differs from the base's own weight and cannot be served")
+        raise AdapterFormatError(
+            f"tensor {copy.key!r} differs from the base's own weight and cannot be served"
+        )
 
 
 def _read_module(module: BoundModule, file: SafetensorsFile, dtype: np.dtype) -> LoRAModule:
@@ -127,7 +129,9 @@ def _read_module(module: BoundModule, file: SafetensorsFile, dtype: np.dtype) ->
         a, b = a.T, b.T
     for key, factor in zip(module.copies, (a, b), strict=False):
         if not np.array_equal(_read_factor(key, file, dtype), factor):
-            raise AdapterFormatError(f"tensor {key!r} differs from the factor of embed_tokens that it is tied to")
+            raise AdapterFormatError(
+                f"tensor {key!r} differs from the factor of embed_tokens that it is tied to"
+            )
     return LoRAModule(a=a, b=b, scaling=module.scaling)
 
 

@@ -45,7 +45,9 @@ FIELDS: dict[str, FieldRule] = {
     "layers_to_transform": FieldRule("applied", "taken from target_modules"),
     "layers_pattern": FieldRule("applied", "name of the list of layers that layers_to_transform counts"),
     "init_lora_weights": FieldRule("applied", "an initialisation that changed the base weights is refused"),
-    "ensure_weight_tying": FieldRule("applied", "in a tied model lm_head gets the factors of embed_tokens, transposed"),
+    "ensure_weight_tying": FieldRule(
+        "applied", "in a tied model lm_head gets the factors of embed_tokens, transposed"
+    ),
     "base_model_name_or_path": FieldRule("harmless", "compared with the served model's name; shapes decide"),
     "revision": FieldRule("harmless", _RECORD),
     "peft_version": FieldRule("harmless", _RECORD),
@@ -106,7 +108,9 @@ class PeftLoraConfig:
         return next((rank for pattern, rank in self.rank_pattern if pattern.fullmatch(name)), self.r)
 
     def alpha_of(self, name: str) -> float:
-        return next((alpha for pattern, alpha in self.alpha_pattern if pattern.fullmatch(name)), self.lora_alpha)
+        return next(
+            (alpha for pattern, alpha in self.alpha_pattern if pattern.fullmatch(name)), self.lora_alpha
+        )
 
     def scaling_of(self, name: str) -> float:
         """alpha / r, or alpha / sqrt(r) with rank stabilisation (arXiv:2312.03732), of this module."""
@@ -246,9 +250,13 @@ def _pattern_table(name: str, value: Any, check: Any) -> tuple[tuple[ModulePatte
         return ()
     if not isinstance(value, dict):
         raise _error(name, value, "a table from module pattern to number")
-    table = tuple((suffix_pattern(name, key), check(f"{name}[{key[:120]!r}]", item)) for key, item in value.items())
+    table = tuple(
+        (suffix_pattern(name, key), check(f"{name}[{key[:120]!r}]", item)) for key, item in value.items()
+    )
     if (regexes := sum(not pattern.is_plain for pattern, _ in table)) > MAX_REGEXES:
-        raise AdapterFormatError(f"{CONFIG_NAME}: {name} has {regexes} regular expressions; allowed {MAX_REGEXES}")
+        raise AdapterFormatError(
+            f"{CONFIG_NAME}: {name} has {regexes} regular expressions; allowed {MAX_REGEXES}"
+        )
     return table
 
 
@@ -290,9 +298,13 @@ def _layers_pattern(value: Any) -> tuple[str, ...]:
 
 
 def _check_init(value: Any) -> None:
-    if value is None or isinstance(value, bool) or (isinstance(value, str) and value.lower() in _HARMLESS_INITS):
+    if (
+        value is None
+        or isinstance(value, bool)
+        or (isinstance(value, str) and value.lower() in _HARMLESS_INITS)
+    ):
         return
     raise AdapterFormatError(
-        f"{CONFIG_NAME}: init_lora_weights = {_shown(value)} cannot be served: the factors belong to a modified "
-        "base; convert the adapter with PEFT's path_initial_model_for_weight_conversion"
+        f"{CONFIG_NAME}: init_lora_weights = {_shown(value)} cannot be served: the factors belong to a "
+        "modified base; convert the adapter with PEFT's path_initial_model_for_weight_conversion"
     )

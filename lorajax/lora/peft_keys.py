@@ -12,7 +12,7 @@ an error. Only known prefixes are taken off; nothing is matched by resemblance.
 
 import re
 from collections.abc import Iterable
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from lorajax.errors import AdapterFormatError
 from lorajax.lora.weights import sample_names
@@ -40,14 +40,15 @@ _OTHER_PARTS: tuple[tuple[re.Pattern[str], str], ...] = (
 class FactorKey(NamedTuple):
     """A key that holds factor A or B of a module.
 
-    path: canonical path of the module. name: the module's name as the key spells it, without PEFT's
-    wrapper: what PEFT matched its patterns against when the adapter was made.
+    path: canonical path of the module. factor: "A" or "B".
+    name: the module's name as the key spells it, without PEFT's wrapper: what PEFT matched its patterns
+        against when the adapter was made.
     """
 
     key: str
     path: str
     name: str
-    factor: Literal["A", "B"]
+    factor: str
     is_embedding: bool
 
 
@@ -93,9 +94,8 @@ def parse_keys(keys: Iterable[str]) -> ParsedKeys:
             "expected …lora_A.weight, …lora_B.weight, …lora_embedding_A or …lora_embedding_B"
         )
     if len(adapter_names) > 1:
-        raise AdapterFormatError(
-            f"the tensors belong to {len(adapter_names)} adapters: {sample_names(adapter_names)}; expected one"
-        )
+        found = f"{len(adapter_names)} adapters, expected one: {sample_names(adapter_names)}"
+        raise AdapterFormatError(f"the tensors belong to {found}")
     return ParsedKeys(factors, copies)
 
 

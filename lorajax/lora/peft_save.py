@@ -121,7 +121,9 @@ def _tensors(weights: AdapterWeights) -> dict[str, np.ndarray]:
         for factor, value in (("A", module.a), ("B", module.b)):
             array = np.ascontiguousarray(value)
             if array.dtype not in DTYPES.values():
-                raise AdapterFormatError(f"{path}: dtype {array.dtype}; a PEFT file holds {', '.join(DTYPES)}")
+                raise AdapterFormatError(
+                    f"{path}: dtype {array.dtype}; a PEFT file holds {', '.join(DTYPES)}"
+                )
             suffix = f"lora_embedding_{factor}" if path == "embed_tokens" else f"lora_{factor}.weight"
             tensors[f"{PEFT_PREFIX}{hf_name(path)}.{suffix}"] = array
     return tensors

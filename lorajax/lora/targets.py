@@ -9,7 +9,6 @@ import re
 
 from lorajax.config import ModelConfig
 
-
 _ADAPTABLE = re.compile(
     r"embed_tokens|lm_head|layers\.(0|[1-9]\d*)\."
     r"(self_attn\.[qkvo]_proj|mlp\.(experts\.(0|[1-9]\d*)\.)?(gate|up|down)_proj)"

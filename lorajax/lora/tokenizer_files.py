@@ -35,11 +35,14 @@ def check_tokenizer_files(
     tokens = [*_json_tokens(tokenizer), *added.items(), *_decoder_tokens(tokenizer_config)]
     if bad := [name for name, token_id in tokens if type(token_id) is not int or token_id < 0]:
         raise AdapterFormatError(f"the adapter's tokenizer: token {bad[0][:80]!r} has no id")
-    new = sorted((token_id, name) for name, token_id in tokens if vocab_size is not None and token_id >= vocab_size)
+    new = sorted(
+        (token_id, name) for name, token_id in tokens if vocab_size is not None and token_id >= vocab_size
+    )
     if new:
         token_id, name = new[0]
         raise AdapterFormatError(
-            f"the adapter's tokenizer adds token {name[:80]!r} with id {token_id}; the base has ids below {vocab_size}"
+            f"the adapter's tokenizer adds token {name[:80]!r} with id {token_id}; "
+            f"the base has ids below {vocab_size}"
         )
     template = _chat_template(folder, tokenizer_config)
     if template and base_chat_template is not None and template.strip() != base_chat_template.strip():
@@ -58,8 +61,9 @@ def _json_tokens(tokenizer: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     vocab = model.get("vocab") if isinstance(model, dict) else None
     if isinstance(vocab, dict):  # BPE, WordPiece
         yield from vocab.items()
-    elif _list(vocab):  # Unigram: [text, score], the id is the position; the last is the largest
-        yield str(vocab[-1]), len(vocab) - 1
+    else:  # Unigram: [text, score], the id is the position
+        for token_id, token in enumerate(_list(vocab)):
+            yield str(token[0] if isinstance(token, list) and token else token), token_id
 
 
 def _decoder_tokens(tokenizer_config: dict[str, Any]) -> Iterator[tuple[str, Any]]:

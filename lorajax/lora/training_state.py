@@ -55,7 +55,7 @@ class _Factor(NamedTuple):
 def read_pytree(
     tree: Any,
     rank: int | None = None,
-    alpha: float | None = None,
+    alpha: int | float | None = None,
     *,
     use_rslora: bool = False,
     config: ModelConfig | None = None,
@@ -79,7 +79,9 @@ def read_pytree(
         raise AdapterFormatError(f"alpha = {alpha!r}; allowed: a finite number")
     if isinstance(tree, AdapterWeights):
         if alpha is not None or use_rslora:
-            raise AdapterFormatError("an AdapterWeights has its scalings already; alpha and use_rslora must be left out")
+            raise AdapterFormatError(
+                "an AdapterWeights has its scalings already; alpha and use_rslora must be left out"
+            )
         weights = tree
     else:
         factors = _factors(_named_leaves(tree), rename)
@@ -122,7 +124,9 @@ def _parts(key: Any) -> list[str]:
             return [str(index)]
         case jax.tree_util.GetAttrKey(name=name):
             return [name]
-    raise AdapterFormatError(f"the tree has a node without names ({type(key).__name__}); give a dict or nnx.State")
+    raise AdapterFormatError(
+        f"the tree has a node without names ({type(key).__name__}); give a dict or nnx.State"
+    )
 
 
 def _factors(leaves: Mapping[tuple[str, ...], AnyArray], rename: Rename) -> list[_Factor]:
@@ -137,9 +141,13 @@ def _factors(leaves: Mapping[tuple[str, ...], AnyArray], rename: Rename) -> list
         try:
             keys = parse_keys(others)
         except AdapterFormatError as error:
-            raise AdapterFormatError(f"not all leaves are LoRA factors; give only the adapter's: {error}") from None
+            raise AdapterFormatError(
+                f"not all leaves are LoRA factors; give only the adapter's: {error}"
+            ) from None
         if keys.base_copies:
-            raise AdapterFormatError(f"leaf {keys.base_copies[0].key!r} is a weight of the base, no LoRA factor")
+            raise AdapterFormatError(
+                f"leaf {keys.base_copies[0].key!r} is a weight of the base, no LoRA factor"
+            )
         for key in keys.factors:
             path = _canonical(tuple(key.name.split(".")), rename)
             factors.append(_Factor("PEFT", path, key.factor.lower(), others[key.key]))
@@ -178,7 +186,7 @@ def _split_index(part: str) -> list[str]:
 
 
 def _modules(
-    factors: list[_Factor], alpha: float | None, use_rslora: bool, config: ModelConfig | None
+    factors: list[_Factor], alpha: int | float | None, use_rslora: bool, config: ModelConfig | None
 ) -> dict[str, LoRAModule]:
     pairs: dict[str, dict[str, AnyArray]] = {}
     for factor in factors:
@@ -195,7 +203,9 @@ def _modules(
         for single, a, b in _unstacked(path, pair["a"], pair["b"], config):
             a, b = (a, b) if layout == "PEFT" else _as_peft(single, a, b, config)
             if a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1] or 0 in (*a.shape, *b.shape):
-                raise AdapterFormatError(f"{single}: factors of shapes {list(a.shape)} and {list(b.shape)} are no pair")
+                raise AdapterFormatError(
+                    f"{single}: factors of shapes {list(a.shape)} and {list(b.shape)} are no pair"
+                )
             if single in modules:
                 raise AdapterFormatError(f"{single!r} is there both stacked and by itself")
             modules[single] = LoRAModule(a=a, b=b, scaling=_scaling(a.shape[0], alpha, use_rslora))
@@ -214,21 +224,27 @@ def _unstacked(
     layers = config.num_layers if config else a.shape[0]
     if a.ndim < 3 or b.ndim < 3 or a.shape[0] != layers or b.shape[0] != layers:
         raise AdapterFormatError(
-            f"{path}: factors of shapes {list(a.shape)} and {list(b.shape)}; expected a first axis of {layers} layers"
+            f"{path}: factors of shapes {list(a.shape)} and {list(b.shape)}; "
+            f"expected a first axis of {layers} layers"
         )
     return [(f"layers.{layer}.{rest}", a[layer], b[layer]) for layer in range(layers)]
 
 
 def _as_peft(path: str, a: AnyArray, b: AnyArray, config: ModelConfig | None) -> tuple[AnyArray, AnyArray]:
     """[*in, r], [r, *out] → [r, d_in], [d_out, r]."""
-    if min(a.ndim, b.ndim) < 2 or (config is None and (a.ndim, b.ndim) != (2, 2)):
+    if (
+        min(a.ndim, b.ndim) < 2
+        or 0 in (*a.shape, *b.shape)
+        or (config is None and (a.ndim, b.ndim) != (2, 2))
+    ):
         raise AdapterFormatError(
-            f"{path}: factors of shapes {list(a.shape)} and {list(b.shape)}; without a config both must be matrices"
+            f"{path}: factors of shapes {list(a.shape)} and {list(b.shape)}; both must be matrices "
+            "(with a config, d_in and d_out may be several axes)"
         )
     return a.reshape(-1, a.shape[-1]).T, b.reshape(b.shape[0], -1).T
 
 
-def _scaling(rank: int, alpha: float | None, use_rslora: bool) -> float:
+def _scaling(rank: int, alpha: int | float | None, use_rslora: bool) -> float:
     if alpha is None:
         return 1.0
     return float(alpha) / (math.sqrt(rank) if use_rslora else rank)

@@ -31,7 +31,7 @@ class LoRAModule:
 
     a: Float[AnyArray, "rank d_in"]
     b: Float[AnyArray, "d_out rank"]
-    scaling: float = static_field()
+    scaling: float = static_field()  # pyright: ignore[reportAssignmentType]
 
     @property
     def rank(self) -> int:
@@ -74,13 +74,24 @@ class AdapterWeights:
         cls,
         tree: Any,
         rank: int | None = None,
-        alpha: float | None = None,
+        alpha: int | float | None = None,
         *,
         use_rslora: bool = False,
         config: ModelConfig | None = None,
         rename: Mapping[str, str] | Callable[[str], str] | None = None,
     ) -> "AdapterWeights":
-        """An adapter from the arrays of a live training state; see `lorajax.lora.training_state`."""
+        """An adapter from the arrays of a live training state, with no file in between.
+
+        tree: Flax NNX or Linen LoRA factors (`lora_a` [d_in, r], `lora_b` [r, d_out]; also as Dense
+            kernels), qwix factors (`kernel_lora_a`, `kernel_lora_b`), a PEFT state dict (`lora_A.weight`
+            [r, d_in]), each nested or flat, by layer or stacked; or an `AdapterWeights`. The layouts are
+            spelled out in `lorajax.lora.training_state`; anything else is refused.
+        rank: checked against every module if given. alpha: of the scaling alpha / r (alpha / sqrt(r)
+            with `use_rslora`); the Flax layout without alpha scales by 1, as `nnx.LoRA` computes.
+        config: the base model, to check paths and shapes. rename: module names → Hugging Face's.
+
+        Raises AdapterFormatError.
+        """
         from lorajax.lora.training_state import read_pytree  # it builds this class
 
         return read_pytree(tree, rank, alpha, use_rslora=use_rslora, config=config, rename=rename)
@@ -102,7 +113,7 @@ class AdapterWeights:
         cls,
         folder: str | Path,
         rank: int | None = None,
-        alpha: float | None = None,
+        alpha: int | float | None = None,
         *,
         use_rslora: bool = False,
         config: ModelConfig | None = None,

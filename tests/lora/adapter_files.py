@@ -5,7 +5,6 @@ import struct
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from lorajax.config import ModelConfig, MoEConfig, RopeConfig
@@ -32,10 +31,37 @@ TOY_MOE = ModelConfig(
         **{field: getattr(TOY, field) for field in TOY.__dataclass_fields__},
         "architecture": "qwen3_moe",
         "moe": MoEConfig(
-            num_experts=3, num_experts_per_token=2, intermediate_size=12, norm_topk_prob=True, sparse_layers=(1,)
+            num_experts=3,
+            num_experts_per_token=2,
+            intermediate_size=12,
+            norm_topk_prob=True,
+            sparse_layers=(1,),
         ),
     }
 )
+
+
+def tiny_config(folder: Path, **changes: Any) -> ModelConfig:
+    """What the adapters need of a tiny checkpoint's config."""
+    raw = json.loads((folder / "config.json").read_text())
+    fields = {field: getattr(TOY, field) for field in TOY.__dataclass_fields__}
+    heads = raw["num_attention_heads"]
+    return ModelConfig(
+        **{
+            **fields,
+            "vocab_size": raw["vocab_size"],
+            "hidden_size": raw["hidden_size"],
+            "intermediate_size": raw["intermediate_size"],
+            "num_layers": raw["num_hidden_layers"],
+            "num_attention_heads": heads,
+            "num_kv_heads": raw["num_key_value_heads"],
+            "head_dim": raw.get("head_dim", raw["hidden_size"] // heads),
+            "tie_word_embeddings": raw["tie_word_embeddings"],
+            **changes,
+        }
+    )
+
+
 # (d_in, d_out) in the toy model, written out by hand
 WIDTHS = {
     "q_proj": (16, 32),
@@ -75,7 +101,10 @@ def lora_tensors(
         d_in, d_out = WIDTHS[leaf]
         for layer in layers if leaf in LINEARS else (0,):
             name = PREFIX + hf_name(leaf, layer)
-            a, b = (f"{name}.lora_embedding_{x}" if leaf == "embed_tokens" else f"{name}.lora_{x}.weight" for x in "AB")
+            a, b = (
+                f"{name}.lora_embedding_{x}" if leaf == "embed_tokens" else f"{name}.lora_{x}.weight"
+                for x in "AB"
+            )
             tensors[a] = rng.standard_normal((rank, d_in)).astype(dtype)
             tensors[b] = rng.standard_normal((d_out, rank)).astype(dtype)
     return tensors
@@ -115,10 +144,12 @@ def write_adapter(
     raw = tensors if isinstance(tensors, bytes) else safetensors_bytes(tensors, {"format": "pt"})
     (folder / "adapter_model.safetensors").write_bytes(raw)
     if config is None:
-        names = [] if isinstance(tensors, bytes) else [key.split(".lora_")[0].removeprefix(PREFIX) for key in tensors]
+        names = (
+            []
+            if isinstance(tensors, bytes)
+            else [key.split(".lora_")[0].removeprefix(PREFIX) for key in tensors]
+        )
         config = {**CONFIG, "target_modules": sorted(set(names)), **fields}
     text = config if isinstance(config, str) else json.dumps(config)
     (folder / "adapter_config.json").write_text(text)
     return folder
-
-

@@ -15,7 +15,12 @@ SPELLINGS = {
     "base_model.model.lm_head.lora_A.weight": ("lm_head", "lm_head", "A", False),
     "lm_head.lora_B.default.weight": ("lm_head", "lm_head", "B", False),
     "base_model.model.model.embed_tokens.lora_embedding_A": ("embed_tokens", "model.embed_tokens", "A", True),
-    "base_model.model.model.embed_tokens.lora_embedding_B.default": ("embed_tokens", "model.embed_tokens", "B", True),
+    "base_model.model.model.embed_tokens.lora_embedding_B.default": (
+        "embed_tokens",
+        "model.embed_tokens",
+        "B",
+        True,
+    ),
 }
 
 
@@ -86,7 +91,7 @@ def test_copies_of_the_embedding_are_told_apart():
 
 def test_two_adapters_in_one_file_are_refused():
     keys = [f"base_model.model.model.{Q}.lora_A.{name}.weight" for name in ("default", "second")]
-    with pytest.raises(AdapterFormatError, match="2 adapters: 'default', 'second'"):
+    with pytest.raises(AdapterFormatError, match="2 adapters, expected one: 'default', 'second'"):
         parse_keys(keys)
 
 

@@ -1,6 +1,9 @@
+import dataclasses
 import json
 import pickle
 import re
+import tarfile
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -14,36 +17,14 @@ from adapter_files import (
     hf_name,
     lora_tensors,
     safetensors_bytes,
+    tiny_config,
     write_adapter,
 )
 from golden_files import GOLDEN, TINY_LLAMA
 
-from lorajax.config import ModelConfig
 from lorajax.errors import AdapterCapacityError, AdapterFormatError
 from lorajax.lora.peft import load_peft
 from lorajax.lora.weights import AdapterWarning
-
-
-def tiny_config(folder, **changes) -> ModelConfig:
-    """What the adapters need of a tiny checkpoint's config."""
-    raw = json.loads((folder / "config.json").read_text())
-    fields = {field: getattr(TOY, field) for field in TOY.__dataclass_fields__}
-    heads = raw["num_attention_heads"]
-    return ModelConfig(
-        **{
-            **fields,
-            "vocab_size": raw["vocab_size"],
-            "hidden_size": raw["hidden_size"],
-            "intermediate_size": raw["intermediate_size"],
-            "num_layers": raw["num_hidden_layers"],
-            "num_attention_heads": heads,
-            "num_kv_heads": raw["num_key_value_heads"],
-            "head_dim": raw.get("head_dim", raw["hidden_size"] // heads),
-            "tie_word_embeddings": raw["tie_word_embeddings"],
-            **changes,
-        }
-    )
-
 
 DENSE = [GOLDEN / "tiny" / name for name in ("llama_gqa_llama3rope", "qwen2_bias_untied", "qwen3_head_dim")]
 # adapter -> (largest rank, number of modules, scalings), from how the adapters were made
@@ -64,7 +45,39 @@ def test_adapters_that_peft_wrote(base, name):
     rank, num_modules, scalings = MADE_AS[name]
     assert weights.rank == rank
     assert len(weights.modules) == num_modules
-    assert {round(module.scaling, 12) for module in weights.modules.values()} == {round(s, 12) for s in scalings}
+    assert {round(module.scaling, 12) for module in weights.modules.values()} == {
+        round(s, 12) for s in scalings
+    }
+
+
+DEMO = Path(__file__).parents[2] / "serving" / "demo_adapters"
+# name -> (rank, number of modules, scalings) in SmolLM2's 30 layers
+DEMO_MADE_AS = {
+    "caps": (8, 30 * 4, {2.0}),
+    "json": (16, 30 * 7, {2.0}),
+    "pirate": (4, 30 * 3, {8 / 4, 16 / 4, 32 / 4}),
+    "yesno": (32, 30 * 2, {1.0}),
+}
+
+
+@pytest.mark.parametrize("name", DEMO_MADE_AS)
+def test_adapters_of_smollm2(tmp_path, name):
+    with tarfile.open(DEMO / f"{name}.tar.xz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    smollm2 = dataclasses.replace(
+        TOY,
+        vocab_size=49_152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_layers=30,
+        num_attention_heads=9,
+        num_kv_heads=3,
+        head_dim=64,
+    )
+    folder = next(tmp_path.rglob("adapter_config.json")).parent
+    weights = load_peft(folder, smollm2, max_rank=32)
+    found = weights.rank, len(weights.modules), {module.scaling for module in weights.modules.values()}
+    assert found == DEMO_MADE_AS[name]
 
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16, ml_dtypes.bfloat16])
@@ -87,7 +100,9 @@ def test_dtypes_may_be_mixed_and_are_cast_once(tmp_path):
     tensors = lora_tensors(("q_proj",), layers=(0,))
     a, b = tensors
     mixed = {a: tensors[a].astype(np.float64), b: tensors[b].astype(ml_dtypes.bfloat16)}
-    module = load_peft(write_adapter(tmp_path / "a", mixed, layers_to_transform=[0]), TOY, dtype=np.float16).modules
+    module = load_peft(
+        write_adapter(tmp_path / "a", mixed, layers_to_transform=[0]), TOY, dtype=np.float16
+    ).modules
     (module,) = module.values()
     np.testing.assert_array_equal(module.a, mixed[a].astype(np.float16))
     np.testing.assert_array_equal(module.b, mixed[b].astype(np.float16))
@@ -137,29 +152,51 @@ def half(tensors, old, new):
 
 
 UNBOUND = {
-    "language_model": (lambda t: rewritten(t, "model.layers", "model.language_model.layers"), "language_model"),
-    "half_of_the_keys": (lambda t: half(t, "self_attn", "attn"), "2 of 4 adapted modules are not in the base"),
+    "language_model": (
+        lambda t: rewritten(t, "model.layers", "model.language_model.layers"),
+        "language_model",
+    ),
+    "half_of_the_keys": (
+        lambda t: half(t, "self_attn", "attn"),
+        "2 of 4 adapted modules are not in the base",
+    ),
     "layer_too_high": (lambda t: rewritten(t, "layers.1.", "layers.2."), "layers 0 to 1"),
     "layer_00": (lambda t: rewritten(t, "layers.0.", "layers.00."), r"layers\.00"),
     "negative_layer": (lambda t: rewritten(t, "layers.0.", "layers.-1."), r"layers\.-1"),
     "other_model": (lambda t: rewritten(t, "self_attn.q_proj", "attention.query"), "attention.query"),
     "twice_the_prefix": (lambda t: rewritten(t, PREFIX, PREFIX * 2), "not in the base"),
-    "same_module_twice": (lambda t: t | {k.replace("model.model", "model"): v for k, v in t.items()}, "same factor"),
-    "orphan_a": (lambda t: {k: v for k, v in t.items() if "layers.1.self_attn.q_proj.lora_B" not in k}, "partner"),
-    "orphan_b": (lambda t: {k: v for k, v in t.items() if "layers.1.self_attn.q_proj.lora_A" not in k}, "partner"),
+    "same_module_twice": (
+        lambda t: t | {k.replace("model.model", "model"): v for k, v in t.items()},
+        "same factor",
+    ),
+    "orphan_a": (
+        lambda t: {k: v for k, v in t.items() if "layers.1.self_attn.q_proj.lora_B" not in k},
+        "partner",
+    ),
+    "orphan_b": (
+        lambda t: {k: v for k, v in t.items() if "layers.1.self_attn.q_proj.lora_A" not in k},
+        "partner",
+    ),
     "no_tensors": (lambda t: {}, "no LoRA tensor"),
     "one_layer_missing": (lambda t: {k: v for k, v in t.items() if "layers.1" not in k}, "no tensors"),
     "embedding_as_linear": (
-        lambda t: t | {f"{PREFIX}model.embed_tokens.lora_{x}.weight": np.ones((4, 4), np.float32) for x in "AB"},
+        lambda t: (
+            t | {f"{PREFIX}model.embed_tokens.lora_{x}.weight": np.ones((4, 4), np.float32) for x in "AB"}
+        ),
         "lora_embedding",
     ),
     "linear_as_embedding": (lambda t: rewritten(t, "_A.weight", "_embedding_A"), "lora_A/B"),
-    "magnitude": (lambda t: t | {f"{PREFIX}model.layers.0.self_attn.q_proj.lora_magnitude_vector": np.ones(32, "f")}, "DoRA"),
+    "magnitude": (
+        lambda t: t | {f"{PREFIX}model.layers.0.self_attn.q_proj.lora_magnitude_vector": np.ones(32, "f")},
+        "DoRA",
+    ),
     "norm_weight": (lambda t: t | {f"{PREFIX}model.norm.weight": np.ones(16, "f")}, "modules_to_save"),
     "head_weight": (lambda t: t | {f"{PREFIX}lm_head.weight": np.ones((40, 16), "f")}, "modules_to_save"),
     "bias": (lambda t: t | {f"{PREFIX}model.layers.0.self_attn.q_proj.bias": np.ones(32, "f")}, "bias"),
     "token_rows": (
-        lambda t: t | {f"{PREFIX}model.embed_tokens.token_adapter.trainable_tokens_delta": np.ones((2, 16), "f")},
+        lambda t: (
+            t | {f"{PREFIX}model.embed_tokens.token_adapter.trainable_tokens_delta": np.ones((2, 16), "f")}
+        ),
         "trainable_token_indices",
     ),
 }
@@ -243,8 +280,8 @@ def test_any_rank_up_to_the_largest(tmp_path, rank):
 
 def test_a_rank_above_the_largest_names_module_and_rank(tmp_path):
     tensors = lora_tensors() | lora_tensors(("down_proj",), 32, layers=(1,))
-    folder = write_adapter(tmp_path / "a", tensors, target_modules=["q_proj", "v_proj", "layers.1.mlp.down_proj"],
-                           rank_pattern={"down_proj": 32})  # fmt: skip
+    targets = ["q_proj", "v_proj", "layers.1.mlp.down_proj"]
+    folder = write_adapter(tmp_path / "a", tensors, target_modules=targets, rank_pattern={"down_proj": 32})
     assert load_peft(folder, TOY, max_rank=32).rank == 32
     with pytest.raises(AdapterCapacityError, match=r"rank 32 of 'layers.1.mlp.down_proj' .* 16"):
         load_peft(folder, TOY, max_rank=16)
@@ -314,8 +351,12 @@ def test_alphas_that_are_not_positive_are_applied_with_a_warning(tmp_path, alpha
 
 
 def test_patterns_that_match_nothing_are_warned_of(tmp_path):
-    folder = write_adapter(tmp_path / "a", rank_pattern={"^q_proj": 100, "q_proj": 4}, alpha_pattern={"nope": 1})
-    with pytest.warns(AdapterWarning, match=r"2 patterns .*rank_pattern\['\^q_proj'\], alpha_pattern\['nope'\]"):
+    folder = write_adapter(
+        tmp_path / "a", rank_pattern={"^q_proj": 100, "q_proj": 4}, alpha_pattern={"nope": 1}
+    )
+    with pytest.warns(
+        AdapterWarning, match=r"2 patterns .*rank_pattern\['\^q_proj'\], alpha_pattern\['nope'\]"
+    ):
         load_peft(folder, TOY)
 
 
@@ -326,7 +367,12 @@ def test_warnings_can_go_elsewhere(tmp_path):
     assert len(heard) == 2
     assert "'other-7b'" in heard[1]
     heard.clear()
-    load_peft(write_adapter(tmp_path / "b", base_model_name_or_path="C:\\m\\Toy"), TOY, base_name="x/toy", warn=heard.append)
+    load_peft(
+        write_adapter(tmp_path / "b", base_model_name_or_path="C:\\m\\Toy"),
+        TOY,
+        base_name="x/toy",
+        warn=heard.append,
+    )
     assert heard == []
 
 
@@ -346,7 +392,9 @@ def test_tied_adapters_change_both_sides(tmp_path, saved):
     fields = {"target_modules": ["embed_tokens"], "ensure_weight_tying": True}
     weights = load_peft(write_adapter(tmp_path / "a", tensors, **fields), TOY)
     assert set(weights.modules) == {"embed_tokens", "lm_head"}
-    np.testing.assert_array_equal(weights.modules["lm_head"].delta(), weights.modules["embed_tokens"].delta().T)
+    np.testing.assert_array_equal(
+        weights.modules["lm_head"].delta(), weights.modules["embed_tokens"].delta().T
+    )
 
 
 def test_tied_adapters_that_cannot_be_what_they_say(tmp_path):
@@ -378,8 +426,8 @@ def test_saved_copies_of_the_base_are_held_against_it(tmp_path):
     folder = write_adapter(tmp_path / "a", tensors, target_modules=["embed_tokens"])
     with pytest.warns(AdapterWarning, match="taken to be unchanged"):
         load_peft(folder, TOY)
-    for served in (np.float32, ml_dtypes.bfloat16):
-        weights = load_peft(folder, TOY, base_weight=lambda path: {"embed_tokens": embedding.astype(served)}[path])  # noqa: B023
+    for served in (embedding, embedding.astype(ml_dtypes.bfloat16)):
+        weights = load_peft(folder, TOY, base_weight={"embed_tokens": served}.__getitem__)
         assert set(weights.modules) == {"embed_tokens"}
     with pytest.raises(AdapterFormatError, match="differs from the base's own"):
         load_peft(folder, TOY, base_weight=lambda path: embedding + np.eye(40, 16, dtype=np.float32))
@@ -487,7 +535,13 @@ def test_roots_confine_folder_and_files(tmp_path):
     (half_out / "adapter_model.safetensors").unlink()
     (half_out / "adapter_model.safetensors").symlink_to(outside / "adapter_model.safetensors")
     assert load_peft(half_out, TOY).rank == 4  # as the Hub's cache has them
-    for path in (outside, root / "escape", root / ".." / "outside", half_out, root / "inside" / ".." / ".." / "outside"):
+    for path in (
+        outside,
+        root / "escape",
+        root / ".." / "outside",
+        half_out,
+        root / "inside" / ".." / ".." / "outside",
+    ):
         with pytest.raises(AdapterFormatError, match="lies outside") as caught:
             load_peft(path, TOY, roots=[root])
         assert str(tmp_path) not in str(caught.value)
@@ -534,4 +588,6 @@ def test_a_failed_load_leaves_the_file_closed(tmp_path):
 def test_broken_file_in_a_good_folder(tmp_path):
     raw = safetensors_bytes(lora_tensors())
     with pytest.raises(AdapterFormatError, match="truncated"):
-        load_peft(write_adapter(tmp_path / "a", raw[: len(raw) // 2], target_modules=["q_proj", "v_proj"]), TOY)
+        load_peft(
+            write_adapter(tmp_path / "a", raw[: len(raw) // 2], target_modules=["q_proj", "v_proj"]), TOY
+        )

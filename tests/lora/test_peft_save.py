@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from adapter_files import LINEARS, TOY, lora_tensors, write_adapter
 from golden_files import GOLDEN
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lorajax.errors import AdapterFormatError, ConfigError
@@ -24,7 +24,9 @@ def assert_same(found, expected):
         np.testing.assert_array_equal(found.modules[path].b, module.b)
 
 
-@pytest.mark.parametrize("adapter", sorted((GOLDEN / "tiny").glob("*/adapters/*")), ids=lambda path: "-".join(path.parts[-3::2]))
+@pytest.mark.parametrize(
+    "adapter", sorted((GOLDEN / "tiny").glob("*/adapters/*")), ids=lambda path: "-".join(path.parts[-3::2])
+)
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
 def test_what_is_saved_is_loaded_bit_for_bit(tmp_path, adapter, dtype):
     weights = load_peft(adapter, dtype=dtype, warn=lambda _: None)
@@ -41,9 +43,12 @@ def test_modules_of_every_kind(tmp_path):
     assert_same(load_peft(tmp_path / "b", TOY), weights)
 
 
+@settings(deadline=None)
 @given(
     st.lists(
-        st.tuples(st.integers(1, 70), st.sampled_from([1, 2, 2.5, 5, 8, 16, 0.1, 100 / 3, -3])), min_size=1, max_size=6
+        st.tuples(st.integers(1, 70), st.sampled_from([1, 2, 2.5, 5, 8, 16, 0.1, 100 / 3, -3])),
+        min_size=1,
+        max_size=6,
     ),
     st.booleans(),
 )
@@ -63,6 +68,7 @@ def test_scalings_of_one_peft_config_come_back_to_the_last_bit(pairs, use_rslora
         assert alpha / divisor == modules[f"layers.{layer}.self_attn.q_proj"].scaling
 
 
+@settings(deadline=None)
 @given(st.integers(1, 300), st.floats(1e-6, 1e6))
 def test_any_scaling_comes_back_to_a_unit_in_the_last_place(rank, scaling):
     module = LoRAModule(a=np.ones((rank, 3), np.float32), b=np.ones((2, rank), np.float32), scaling=scaling)

@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from adapter_files import header_bytes, safetensors_bytes
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
@@ -23,7 +23,11 @@ def read_all(path):
 @pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16, ml_dtypes.bfloat16])
 def test_reads_what_the_reference_library_writes(tmp_path, dtype):
     rng = np.random.default_rng(0)
-    tensors = {"a": rng.standard_normal((3, 5)).astype(dtype), "b": np.zeros((0, 4), dtype), "c": dtype(2.5)[None]}
+    tensors = {
+        "a": rng.standard_normal((3, 5)).astype(dtype),
+        "b": np.zeros((0, 4), dtype),
+        "c": dtype(2.5)[None],
+    }
     save_file(tensors, tmp_path / "x.safetensors", metadata={"format": "pt"})
     found = read_all(tmp_path / "x.safetensors")
     assert found.keys() == tensors.keys()
@@ -34,11 +38,17 @@ def test_reads_what_the_reference_library_writes(tmp_path, dtype):
 
 
 def test_odd_offsets_of_mixed_dtypes(tmp_path):
-    tensors = {"h": np.arange(3, dtype=np.float16), "d": np.arange(2, dtype=np.float64), "f": np.ones(1, np.float32)}
+    tensors = {
+        "h": np.arange(3, dtype=np.float16),
+        "d": np.arange(2, dtype=np.float64),
+        "f": np.ones(1, np.float32),
+    }
     path = tmp_path / "x.safetensors"
     path.write_bytes(safetensors_bytes(tensors))
     found = read_all(path)
-    assert {key: found[key].tolist() for key in tensors} == {key: array.tolist() for key, array in tensors.items()}
+    assert {key: found[key].tolist() for key in tensors} == {
+        key: array.tolist() for key, array in tensors.items()
+    }
 
 
 ONE = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
@@ -53,7 +63,10 @@ BROKEN = {
     "cut_in_header": (GOOD[:20], "not a whole safetensors file"),
     "cut_in_data": (GOOD[:-4], "truncated"),
     "data_behind": (GOOD + b"x", "foreign bytes"),
-    "lfs_pointer": (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 12\n", "Git LFS pointer"),
+    "lfs_pointer": (
+        b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 12\n",
+        "Git LFS pointer",
+    ),
     "html": (b"<!DOCTYPE html><html><body>404</body></html>", "HTML"),
     "zip_pickle": (b"PK\x03\x04" + bytes(60), "pickle"),
     "not_utf8": (header_bytes(b'{"\xff": 1}'), "UTF-8"),
@@ -69,7 +82,10 @@ BROKEN = {
     "gap": (header_bytes({"a": ONE, "b": {**ONE, "data_offsets": [12, 20]}}) + bytes(20), "gap"),
     "shape_larger_than_bytes": (header_bytes({"a": {**ONE, "shape": [3]}}) + bytes(8), "does not fill"),
     "shape_overflows": (header_bytes({"a": {**ONE, "shape": [1 << 47] * 8}}) + bytes(8), "does not fill"),
-    "negative": (header_bytes({"a": {**ONE, "shape": [-2], "data_offsets": [8, 0]}}) + bytes(8), "whole numbers"),
+    "negative": (
+        header_bytes({"a": {**ONE, "shape": [-2], "data_offsets": [8, 0]}}) + bytes(8),
+        "whole numbers",
+    ),
     "bool_shape": (header_bytes({"a": {**ONE, "shape": [True, 2]}}) + bytes(8), "whole numbers"),
     "float_offsets": (header_bytes({"a": {**ONE, "data_offsets": [0.0, 8.0]}}) + bytes(8), "whole numbers"),
     "three_offsets": (header_bytes({"a": {**ONE, "data_offsets": [0, 4, 8]}}) + bytes(8), "whole numbers"),
@@ -102,6 +118,7 @@ def test_no_allocation_follows_the_length_field(tmp_path):
     assert peak < 1 << 20
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=200))
 def test_random_bytes_give_the_typed_error_or_tensors(tmp_path_factory, raw):
     path = tmp_path_factory.mktemp("random") / "x.safetensors"
@@ -110,8 +127,11 @@ def test_random_bytes_give_the_typed_error_or_tensors(tmp_path_factory, raw):
         read_all(path)
 
 
+@settings(deadline=None)
 @given(st.integers(0, len(GOOD) - 1), st.integers(0, 255))
-def test_one_changed_byte_gives_the_typed_error_or_tensors_of_the_same_size(tmp_path_factory, position, value):
+def test_one_changed_byte_gives_the_typed_error_or_tensors_of_the_same_size(
+    tmp_path_factory, position, value
+):
     path = tmp_path_factory.mktemp("changed") / "x.safetensors"
     path.write_bytes(GOOD[:position] + bytes([value]) + GOOD[position + 1 :])
     try:
@@ -124,7 +144,11 @@ def test_one_changed_byte_gives_the_typed_error_or_tensors_of_the_same_size(tmp_
 def test_pipes_and_folders_are_refused(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "folder").mkdir()
-    for name, message in (("pipe", "not a regular file"), ("folder", "not a regular file"), ("none", "No such file")):
+    for name, message in (
+        ("pipe", "not a regular file"),
+        ("folder", "not a regular file"),
+        ("none", "No such file"),
+    ):
         with pytest.raises(AdapterFormatError, match=message) as caught:
             read_all(tmp_path / name)
         assert str(tmp_path) not in str(caught.value)

@@ -41,13 +41,14 @@ def model():
 def spellings(model):
     state = nnx.state(model, nnx.LoRAParam)
     pure = nnx.to_pure_dict(state)
+    flat = nnx.to_flat_state(state)
     return {
         "state": state,
         "pure": pure,
         "params": {"params": {"model": pure}},
-        "tuples": dict(state.flat_state()),
-        "dotted": {".".join(map(str, path)): value[...] for path, value in state.flat_state()},
-        "slashes": {"/".join(map(str, path)): value[...] for path, value in state.flat_state()},
+        "tuples": dict(flat),
+        "dotted": {".".join(map(str, path)): value[...] for path, value in flat},
+        "slashes": {"/".join(map(str, path)): value[...] for path, value in flat},
         "numpy": jax.tree.map(np.asarray, pure),
     }
 
@@ -117,7 +118,9 @@ def test_qwix_matrices():
     leaves = qwix_leaves((16, 4), (4, 32))
     tree = {"layers": {0: {"self_attn": {"q_proj": leaves}}}}
     (module,) = AdapterWeights.from_pytree(tree, 4, 8.0).modules.values()
-    np.testing.assert_allclose(applied(module), 2 * X @ leaves["kernel_lora_a"] @ leaves["kernel_lora_b"], rtol=1e-4)
+    np.testing.assert_allclose(
+        applied(module), 2 * X @ leaves["kernel_lora_a"] @ leaves["kernel_lora_b"], rtol=1e-4
+    )
 
 
 def test_qwix_einsum_axes_are_flattened_in_row_order():
@@ -126,12 +129,14 @@ def test_qwix_einsum_axes_are_flattened_in_row_order():
     tree = {"layers": [{"self_attn": {"q_proj": q, "o_proj": o}}]}
     weights = AdapterWeights.from_pytree(tree, alpha=4.0, config=TOY)
     expected = np.einsum("td,dr,rnh->tnh", X, q["w_lora_a"], q["w_lora_b"])
-    np.testing.assert_allclose(applied(weights.modules[Q.format(0)]).reshape(5, 4, 8), expected, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(
+        applied(weights.modules[Q.format(0)]).reshape(5, 4, 8), expected, rtol=1e-4, atol=1e-4
+    )
     heads = np.random.default_rng(6).standard_normal((5, 4, 8)).astype(np.float32)
     expected = np.einsum("tnh,nhr,rd->td", heads, o["w_lora_a"], o["w_lora_b"])
     found = applied(weights.modules["layers.0.self_attn.o_proj"], heads.reshape(5, 32))
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
-    with pytest.raises(AdapterFormatError, match="without a config both must be matrices"):
+    with pytest.raises(AdapterFormatError, match="both must be matrices"):
         AdapterWeights.from_pytree(tree, alpha=4.0)
 
 
@@ -154,7 +159,10 @@ def test_embeddings_and_heads():
 def test_state_dicts_of_peft(tmp_path):
     tensors = lora_tensors(("q_proj", "embed_tokens"))
     expected = load_peft(write_adapter(tmp_path / "a", tensors), TOY)
-    in_memory = {key.replace(".weight", ".default.weight"): array for key, array in tensors.items()}
+    in_memory = {
+        key.replace(".weight", ".default.weight") if ".weight" in key else f"{key}.default": array
+        for key, array in tensors.items()
+    }
     for tree in (tensors, in_memory):
         found = AdapterWeights.from_pytree(tree, 4, 8, config=TOY)
         assert found.modules.keys() == expected.modules.keys()
@@ -192,7 +200,10 @@ REFUSED = {
     "one_factor": ({q: {"lora_a": GOOD["lora_a"]}}, "only one factor"),
     "ranks_differ": ({q: {**GOOD, "lora_b": np.ones((3, 32), "f")}}, "no pair"),
     "vector": ({q: {**GOOD, "lora_b": np.ones(2, "f")}}, "must be matrices"),
-    "rank_zero": ({q: {"lora_a": np.ones((16, 0), "f"), "lora_b": np.ones((0, 32), "f")}}, "no pair"),
+    "rank_zero": (
+        {q: {"lora_a": np.ones((16, 0), "f"), "lora_b": np.ones((0, 32), "f")}},
+        "must be matrices",
+    ),
     "fused": ({"layers.0.self_attn.qkv_proj": GOOD}, "not a module that an adapter can have"),
     "unknown": ({"blocks.0.attn.q": GOOD}, "see `rename`"),
     "no_module": (GOOD, "not a module"),
@@ -200,7 +211,10 @@ REFUSED = {
     "same_name_twice": ({q: GOOD, "layers": {"0.self_attn": {"q_proj": GOOD}}}, "two leaves are called"),
     "two_spellings": ({q: GOOD, "model." + q: GOOD}, "two leaves are factor"),
     "mixed_layouts": ({q: GOOD, V.format(0): qwix_leaves((16, 2), (2, 16))}, "mixes the layouts Flax, qwix"),
-    "base_copy": ({q: GOOD, "model.embed_tokens.base_layer.weight": np.ones((40, 16), "f")}, "weight of the base"),
+    "base_copy": (
+        {q: GOOD, "model.embed_tokens.base_layer.weight": np.ones((40, 16), "f")},
+        "weight of the base",
+    ),
 }
 
 
@@ -218,7 +232,7 @@ def test_alpha_where_it_is_needed():
         AdapterWeights.from_pytree(lora_tensors())
     with pytest.raises(AdapterFormatError, match="alpha is missing"):
         AdapterWeights.from_pytree({q: GOOD}, use_rslora=True)
-    for alpha in (float("nan"), float("inf"), True):
+    for alpha in (float("nan"), float("inf"), 1e39):
         with pytest.raises(AdapterFormatError, match="finite number"):
             AdapterWeights.from_pytree({q: GOOD}, alpha=alpha)
 
@@ -226,7 +240,9 @@ def test_alpha_where_it_is_needed():
 def test_the_base_decides_about_shapes():
     with pytest.raises(AdapterFormatError, match=r"expected A \[2, 16\] and B \[16, 2\]"):
         AdapterWeights.from_pytree({"layers.0.self_attn.k_proj": GOOD}, config=TOY)
-    three = {"layers.self_attn.q_proj": {"lora_a": np.ones((3, 16, 2), "f"), "lora_b": np.ones((3, 2, 32), "f")}}
+    three = {
+        "layers.self_attn.q_proj": {"lora_a": np.ones((3, 16, 2), "f"), "lora_b": np.ones((3, 2, 32), "f")}
+    }
     with pytest.raises(AdapterFormatError, match="first axis of 2 layers"):
         AdapterWeights.from_pytree(three, config=TOY)
 

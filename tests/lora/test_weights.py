@@ -20,7 +20,11 @@ def module(rank=2, d_in=16, d_out=32, scaling=2.0, seed=0):
 
 def test_properties():
     weights = AdapterWeights(
-        modules={"layers.0.self_attn.q_proj": module(2), "layers.1.self_attn.q_proj": module(5), "lm_head": module(1, 16, 40)}
+        modules={
+            "layers.0.self_attn.q_proj": module(2),
+            "layers.1.self_attn.q_proj": module(5),
+            "lm_head": module(1, 16, 40),
+        }
     )
     assert weights.rank == 5
     assert weights.num_parameters == 2 * 48 + 5 * 48 + 56
@@ -71,11 +75,18 @@ def test_targets(config):
     assert len(places) == len(targets) == 2 + (2 * 7 if config.moe is None else 7 + 4 + 3 * 3)
     if config.moe:
         expert = targets["layers.1.mlp.experts.2.down_proj"]
-        assert (expert.module, expert.expert, expert.d_in, expert.d_out) == ("mlp.experts.down_proj", 2, 12, 16)
+        assert (expert.module, expert.expert, expert.d_in, expert.d_out) == (
+            "mlp.experts.down_proj",
+            2,
+            12,
+            16,
+        )
         assert "layers.1.mlp.up_proj" not in targets
 
 
-@pytest.mark.parametrize("path", ["layers.01.mlp.up_proj", "layers.0.self_attn.qkv_proj", "model.lm_head", "", "layers.0.mlp"])
+@pytest.mark.parametrize(
+    "path", ["layers.01.mlp.up_proj", "layers.0.self_attn.qkv_proj", "model.lm_head", "", "layers.0.mlp"]
+)
 def test_paths_that_no_model_has(path):
     assert not is_adaptable(path)
 
@@ -115,7 +126,9 @@ def test_host_copies_share_nothing_and_never_change():
 
 
 def test_host_copies_are_finite():
-    weights = AdapterWeights(modules={"lm_head": LoRAModule(a=jnp.full((2, 16), 1e5), b=jnp.ones((40, 2)), scaling=1.0)})
+    weights = AdapterWeights(
+        modules={"lm_head": LoRAModule(a=jnp.full((2, 16), 1e5), b=jnp.ones((40, 2)), scaling=1.0)}
+    )
     host_copy(weights, jnp.bfloat16)
     with pytest.raises(AdapterFormatError, match="lm_head: A holds values that are not finite in float16"):
         host_copy(weights, np.float16)

@@ -1,0 +1,307 @@
+"""`LLMEngine`: one step of serving, from scheduled requests to outputs.
+
+The engine ties the rooms together and decides nothing itself: the scheduler says what runs, the batch
+builder pads it, the runner computes it, the scheduler takes the tokens, the output builder makes text.
+`prepare` and `discard` may be called from any thread; all else belongs to one (see `engine_loop`).
+"""
+
+import dataclasses
+import numbers
+import secrets
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from lorajax.errors import ConfigError, RequestRejected
+from lorajax.sampler import SamplerOutput
+from lorajax.tokenizer import Tokenizer
+from serving.adapter_loader import AdapterLoader
+from serving.batch_builder import BatchBuilder, PaddedBatch
+from serving.compilations import CompilationCounter
+from serving.config import EngineConfig
+from serving.kv_events import KvEvent, KvEventStream
+from serving.model_runner import ModelRunner
+from serving.output_builder import OutputBuilder, TokenLogprobs
+from serving.outputs import EngineStats, RequestOutput
+from serving.request import FinishReason, Request
+from serving.sampling_params import SamplingParams
+from serving.scheduler import Scheduler
+
+Prompt = str | Sequence[int]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PreparedRequest:
+    """A validated request that counts as a user of its adapter: add it to the engine, or discard it."""
+
+    request_id: str
+    children: tuple[Request, ...]
+    output: OutputBuilder
+
+
+class LLMEngine:
+    """Steps requests to completion on one model runner. Built by `engine_builder`."""
+
+    def __init__(
+        self,
+        *,
+        config: EngineConfig,
+        runner: ModelRunner,
+        builder: BatchBuilder,
+        scheduler: Scheduler,
+        adapters: AdapterLoader,
+        events: KvEventStream,
+        tokenizer: Tokenizer | None,
+        vocab_size: int,
+        eos_token_ids: tuple[int, ...],
+        max_model_len: int,
+    ):
+        self.config, self.adapters, self.tokenizer = config, adapters, tokenizer
+        self._runner, self._builder, self._scheduler, self._events = runner, builder, scheduler, events
+        self._vocab_size, self._eos, self._max_model_len = vocab_size, eos_token_ids, max_model_len
+        self._compilations = CompilationCounter()
+        self._seeds = np.random.default_rng(config.seed) if config.seed else None
+        self._outputs: dict[str, OutputBuilder] = {}
+        self._children: dict[str, tuple[Request, ...]] = {}
+        self._num_steps = self._num_finished = self._num_prompt_tokens = self._num_output_tokens = 0
+
+    # ---- requests ----
+
+    def prepare(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        adapter: str | None,
+        *,
+        request_id: str,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        final_only: bool = False,
+    ) -> PreparedRequest:
+        """Tokenize, validate, and take hold of the adapter. Raises RequestRejected, AdapterNotFound."""
+        text, token_ids = self._tokenize(prompt)
+        _refuse_unserved(params)
+        room = self._max_model_len - len(token_ids)
+        if room < 1:
+            raise RequestRejected(
+                f"the prompt has {len(token_ids)} tokens; allowed: {self._max_model_len - 1}, one less than "
+                "max_model_len"
+            )
+        eos = () if params.ignore_eos else self._eos
+        seed = self._new_seed() if params.seed is None else params.seed
+        entry = None if adapter is None else self.adapters.registry.acquire(adapter, request_id)
+        leader = None
+        children = []
+        for index in range(params.n):
+            child = Request(
+                request_id=request_id if params.n == 1 else f"{request_id}/{index}",
+                group_id=request_id,
+                child_index=index,
+                leader=leader,
+                prompt_token_ids=token_ids,
+                params=params,
+                adapter_id=0 if entry is None else entry.adapter_id,
+                adapter_name=adapter,
+                priority=priority,
+                cache_salt=cache_salt,
+                eos_token_ids=eos,
+                max_tokens=room if params.max_tokens is None else params.max_tokens,
+                seed=seed % 2**64,
+            )
+            leader = leader or child
+            children.append(child)
+        output = OutputBuilder(
+            tuple(children), prompt=text, tokenizer=self.tokenizer, final_only=final_only
+        )
+        return PreparedRequest(request_id=request_id, children=tuple(children), output=output)
+
+    def discard(self, prepared: PreparedRequest) -> None:
+        """Let go of a prepared request that will not be added."""
+        self.adapters.registry.release(prepared.children[0].adapter_id, prepared.request_id)
+
+    def require_tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise RequestRejected("the checkpoint has no tokenizer; pass token ids, or a tokenizer to the engine")
+        return self.tokenizer
+
+    def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, str):
+            text, token_ids = prompt, self.require_tokenizer().encode(prompt)
+        else:
+            text, token_ids = None, list(prompt)
+            for token in token_ids:
+                whole = isinstance(token, numbers.Integral) and not isinstance(token, bool)
+                if not whole or not 0 <= token < self._vocab_size:
+                    raise RequestRejected(f"token id {token!r} in the prompt; allowed: 0 to {self._vocab_size - 1}")
+            token_ids = [int(token) for token in token_ids]
+        if not token_ids:
+            raise RequestRejected("the prompt is empty; allowed: at least one token")
+        return text, token_ids
+
+    def _new_seed(self) -> int:
+        return secrets.randbits(64) if self._seeds is None else int(self._seeds.integers(2**63))
+
+    # ---- stepping (the engine's thread) ----
+
+    @property
+    def has_work(self) -> bool:
+        return self._scheduler.has_work
+
+    def add(self, prepared: PreparedRequest) -> None:
+        """Queue a prepared request. Raises RequestRejected, and lets go of it, if it cannot be."""
+        added: list[Request] = []
+        try:
+            for child in prepared.children:
+                self._scheduler.add(child)
+                added.append(child)
+        except RequestRejected:
+            for child in added:
+                self._scheduler.finish(child, FinishReason.ABORT)
+            self.discard(prepared)
+            raise
+        self._outputs[prepared.request_id] = prepared.output
+        self._children[prepared.request_id] = prepared.children
+        self._num_prompt_tokens += len(prepared.children[0].prompt_token_ids)
+
+    def abort(self, request_id: str) -> list[RequestOutput]:
+        """End a request now. Unknown and finished ids give no output."""
+        children = self._children.get(request_id, ())
+        for child in children:
+            self._end(child, FinishReason.ABORT)
+        return self._collect({request_id} if children else set())
+
+    def fail_all(self) -> None:
+        """End every request: the engine can no longer step."""
+        for request_id, children in list(self._children.items()):
+            for child in children:
+                self._scheduler.finish(child, FinishReason.ERROR)
+            self._forget(request_id)
+
+    def step(self) -> list[RequestOutput]:
+        """Run one batch of decodes and one of prefills; returns what changed for callers."""
+        with self._compilations.counting():
+            batch = self._scheduler.schedule()
+            for write in batch.slot_writes:
+                self._runner.write_slot(write.slot, self.adapters.packed(write.adapter_id))
+            runs: list[tuple[PaddedBatch, SamplerOutput]] = []
+            if batch.decodes:
+                padded = self._builder.build_decode(batch.decodes)
+                runs.append((padded, self._runner.execute(padded)))
+            if batch.prefills:
+                padded = self._builder.build_prefill(batch.prefills)
+                runs.append((padded, self._runner.execute(padded)))
+            self._num_steps += 1
+            for chunk in batch.prefills:
+                self._outputs[chunk.request.group_id].mark_scheduled()
+            sampled = [row for padded, output in runs for row in _read_rows(padded, output)]
+        self._scheduler.update(batch, [(request, token) for request, token, _ in sampled])
+        for request, token, logprobs in sampled:
+            self._take_token(request, token, logprobs)
+        changed = {request.group_id for request, _, _ in sampled} | {r.group_id for r in batch.ended}
+        return self._collect(changed)
+
+    def _take_token(self, request: Request, token: int, logprobs: TokenLogprobs | None) -> None:
+        self._num_output_tokens += 1
+        output = self._outputs[request.group_id]
+        stop_string = output.append(request, token, logprobs)
+        if stop_string is not None:
+            self._scheduler.finish(request, FinishReason.STOP, stop_string)
+            # it may have ended by length in the same step; the stop string is the better reason
+            request.finish_reason, request.stop_reason = FinishReason.STOP, stop_string
+        if request.finish_reason is not None:
+            output.finish(request)
+
+    def _end(self, request: Request, reason: FinishReason) -> None:
+        if request.finish_reason is None:
+            self._scheduler.finish(request, reason)
+            self._outputs[request.group_id].finish(request)
+
+    def _collect(self, request_ids: set[str]) -> list[RequestOutput]:
+        """Outputs of these requests; the finished ones leave the engine."""
+        outputs = []
+        for request_id in sorted(request_ids):
+            builder = self._outputs[request_id]
+            output = builder.build()
+            if output is not None:
+                outputs.append(output)
+            if builder.finished:
+                self._forget(request_id)
+                self._num_finished += 1
+        return outputs
+
+    def _forget(self, request_id: str) -> None:
+        """The one way by which a request leaves: its adapter has a user less."""
+        del self._outputs[request_id]
+        children = self._children.pop(request_id)
+        self.adapters.registry.release(children[0].adapter_id, request_id)
+        self.adapters.collect_drained()
+
+    # ---- state ----
+
+    def stats(self) -> EngineStats:
+        scheduler, pool = self._scheduler, self._scheduler.pool
+        return EngineStats(
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            num_finished=self._num_finished,
+            num_preemptions=scheduler.num_preemptions,
+            num_steps=self._num_steps,
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_output_tokens=self._num_output_tokens,
+            num_pages=pool.num_pages,
+            num_free_pages=pool.num_available,
+            num_cached_pages=len(scheduler.cache),
+            prefix_cache_query_tokens=scheduler.prefix_query_tokens,
+            prefix_cache_hit_tokens=scheduler.prefix_hit_tokens,
+            num_adapters=len(self.adapters.registry),
+            num_resident_adapters=len(scheduler.slots.resident),
+            num_compilations=self._compilations.count,
+        )
+
+    def subscribe_kv_events(self, callback: Callable[[KvEvent], None]) -> Callable[[], None]:
+        if not self.config.kv_events:
+            raise ConfigError("kv_events is False; allowed: True, to subscribe to events")
+        return self._events.subscribe(callback)
+
+    def check_idle(self) -> None:
+        """Raise if an idle engine still holds anything for a request. For tests."""
+        self._scheduler.check_invariants()
+        self.adapters.registry.check_invariants()
+        assert not self.has_work and not self._outputs and not self._children
+        assert self._scheduler.pool.num_available == self._scheduler.pool.num_pages
+        assert not any(entry.users for entry in self.adapters.registry)
+
+    def close(self) -> None:
+        """Let go of the device's memory."""
+        self._runner.close()
+
+
+def _read_rows(padded: PaddedBatch, output: SamplerOutput) -> list[tuple[Request, int, TokenLogprobs | None]]:
+    """Wait for the device, and pair every sampled request with its token."""
+    tokens = np.asarray(output.token_ids).tolist()
+    if not padded.with_logprobs:
+        return [(request, tokens[row], None) for row, request in enumerate(padded.sampled)]
+    chosen, top_ids, top = map(np.asarray, (output.logprobs, output.top_token_ids, output.top_logprobs))
+    return [
+        (request, tokens[row], TokenLogprobs(chosen=float(chosen[row]), top_token_ids=top_ids[row], top_logprobs=top[row]))
+        for row, request in enumerate(padded.sampled)
+    ]
+
+
+_UNSERVED = {
+    "prompt_logprobs": None,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "logit_bias": None,
+    "allowed_token_ids": None,
+    "min_tokens": 0,
+    "structured_output": None,
+}
+
+
+def _refuse_unserved(params: SamplingParams) -> None:
+    """Settings that are not served yet are refused, never ignored."""
+    for name, neutral in _UNSERVED.items():
+        if getattr(params, name) != neutral:
+            raise RequestRejected(f"{name} is {getattr(params, name)!r}; served so far: {neutral!r}")

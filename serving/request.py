@@ -1,0 +1,91 @@
+"""`Request`: one sequence on its way through the scheduler. A request with n > 1 is n of them."""
+
+import dataclasses
+import enum
+
+from serving.sampling_params import SamplingParams
+
+
+class RequestStatus(enum.Enum):
+    """WAITING: queued, or preempted. RUNNING: holds pages and a slot. FINISHED: holds nothing."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class FinishReason(enum.Enum):
+    """Why a request ended; the values are those of `CompletionOutput.finish_reason`."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclasses.dataclass(slots=True, eq=False, kw_only=True)
+class Request:
+    """One sequence. The scheduler changes it; others read it.
+
+    Lengths, in tokens:   [ prompt ............ | output ......... ]
+                          [ cached | computed ....... | scheduled ]
+        num_cached_tokens <= num_computed_tokens <= num_tokens; KV exists for the computed ones.
+
+    request_id: unique among live requests. group_id: of the request as the user made it, shared by
+    its n children. leader: the first child, whose prompt pages the others reuse; None for itself.
+    eos_token_ids: ids that end it; empty with ignore_eos. seed: 64 bits, fixed at creation.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    group_id: str = ""
+    child_index: int = 0
+    leader: "Request | None" = None
+    adapter_id: int = 0
+    adapter_name: str | None = None
+    priority: int = 0
+    cache_salt: str | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    max_tokens: int = 16
+    seed: int = 0
+    deadline: float | None = None
+
+    arrival: int = -1
+    status: RequestStatus = RequestStatus.WAITING
+    output_token_ids: list[int] = dataclasses.field(default_factory=list)
+    num_computed_tokens: int = 0
+    num_cached_tokens: int = 0
+    page_ids: list[int] = dataclasses.field(default_factory=list)
+    block_hashes: list[bytes] = dataclasses.field(default_factory=list)
+    slot: int = 0
+    num_preemptions: int = 0
+    first_deferred_step: int | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def last_token_id(self) -> int:
+        return self.output_token_ids[-1] if self.output_token_ids else self.prompt_token_ids[-1]
+
+    @property
+    def prompt_computed(self) -> bool:
+        """Whether the KV of the whole prompt exists (but for its last token, which logits need)."""
+        return self.num_computed_tokens >= self.num_prompt_tokens
+
+    def token_ids(self, start: int, end: int) -> list[int]:
+        """Prompt and output tokens at positions [start, end)."""
+        prompt = self.num_prompt_tokens
+        if end <= prompt:
+            return self.prompt_token_ids[start:end]
+        if start >= prompt:
+            return self.output_token_ids[start - prompt : end - prompt]
+        return self.prompt_token_ids[start:] + self.output_token_ids[: end - prompt]
