@@ -26,13 +26,15 @@ def confined(path: str | Path, roots: Collection[str | Path] | None) -> Path:
     Raises:
         AdapterFormatError: outside of all roots. The message names only the last part of the path.
     """
+    if not str(path):
+        raise AdapterFormatError("the path of an adapter is empty")
     try:
         resolved = Path(os.path.realpath(path))
     except ValueError:  # an embedded null byte
         raise AdapterFormatError("a path holds a null byte") from None
     if roots is not None and not any(resolved.is_relative_to(os.path.realpath(root)) for root in roots):
         raise AdapterFormatError(
-            f"{Path(path).name}: lies outside of the folders that adapters may come from"
+            f"{Path(path).name[:80]}: lies outside of the folders that adapters may come from"
         )
     return resolved
 
@@ -60,10 +62,7 @@ class AdapterFolder:
         """
         self.path = confined(path, roots)
         self._roots = roots
-        if not self.path.is_dir():
-            what = "a file; give the folder that holds it" if self.path.exists() else "no such folder"
-            raise AdapterFormatError(f"adapter folder {Path(path).name!r}: {what}")
-        names = {entry.name for entry in os.scandir(self.path)}
+        names = _list_names(self.path, Path(path).name)
         if TENSORS_NAME not in names:
             raise AdapterFormatError(_why_no_tensors(names))
         if CONFIG_NAME not in names:
@@ -89,6 +88,18 @@ class AdapterFolder:
 
     def _read(self, name: str, max_bytes: int) -> bytes:
         return read_small_file(confined(self.path / name, self._roots), max_bytes, name)
+
+
+def _list_names(folder: Path, shown: str) -> set[str]:
+    try:
+        return {entry.name for entry in os.scandir(folder)}
+    except FileNotFoundError:
+        problem = "no such folder"
+    except NotADirectoryError:
+        problem = "a file; give the folder that holds it"
+    except OSError as error:
+        problem = str(error.strerror)
+    raise AdapterFormatError(f"adapter folder {shown[:80]!r}: {problem}")
 
 
 def _why_no_tensors(names: set[str]) -> str:

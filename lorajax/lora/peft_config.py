@@ -174,7 +174,8 @@ def read_config(fields: Mapping[str, Any]) -> PeftLoraConfig:
         if not _is_finite(value):
             raise _error(name, value, "finite numbers")
         if reason := why_refused(name, value):
-            raise AdapterFormatError(f"{CONFIG_NAME}: {name} = {_shown(value)} cannot be served: {reason}")
+            shown = f"{name[:80]} = {_shown(value)}"
+            raise AdapterFormatError(f"{CONFIG_NAME}: {shown} cannot be served: {reason}")
     if fields.get("peft_type") != "LORA":
         raise _error("peft_type", fields.get("peft_type"), "'LORA'")
     if fields.get("task_type") not in (None, "CAUSAL_LM"):
@@ -200,7 +201,7 @@ def read_config(fields: Mapping[str, Any]) -> PeftLoraConfig:
 
 def _error(name: str, value: Any, allowed: str) -> AdapterFormatError:
     found = "is missing" if value is None else f"= {_shown(value)}"
-    return AdapterFormatError(f"{CONFIG_NAME}: {name} {found}; allowed: {allowed}")
+    return AdapterFormatError(f"{CONFIG_NAME}: {name[:160]} {found}; allowed: {allowed}")
 
 
 def _shown(value: Any) -> str:

@@ -18,6 +18,7 @@ from lorajax.errors import AdapterFormatError
 from lorajax.lora.weights import sample_names
 
 PEFT_PREFIX = "base_model.model."
+MAX_KEY_LENGTH = 512
 
 _FACTOR = re.compile(
     r"(?P<name>.+)\.(?:"
@@ -77,6 +78,8 @@ def parse_keys(keys: Iterable[str]) -> ParsedKeys:
     unknown: list[str] = []
     adapter_names: set[str] = set()
     for key in keys:
+        if len(key) > MAX_KEY_LENGTH:
+            raise AdapterFormatError(f"tensor {key[:80]!r}…: a name of {len(key)} characters")
         if match := _FACTOR.fullmatch(key):
             name = match["name"].removeprefix(PEFT_PREFIX)
             factor, is_embedding = match["linear"] or match["embedding"], match["embedding"] is not None
@@ -85,7 +88,7 @@ def parse_keys(keys: Iterable[str]) -> ParsedKeys:
         elif copy := _base_copy(key):
             copies.append(copy)
         elif part := _other_part(key):
-            raise AdapterFormatError(f"tensor {key[:200]!r} is {part}, which cannot be served")
+            raise AdapterFormatError(f"tensor {key!r} is {part}, which cannot be served")
         else:
             unknown.append(key)
     if unknown:

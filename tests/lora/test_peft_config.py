@@ -165,6 +165,13 @@ def test_every_field_of_peft_is_in_the_table():
     assert set(FIELDS) == set(known.split())
 
 
+def test_messages_stay_short():
+    for fields in ({"x" * 100_000: 1}, {"x": "y" * 100_000}, {"rank_pattern": {"q" * 100_000: 1}}):
+        with pytest.raises(AdapterFormatError) as caught:
+            config(**fields)
+        assert len(str(caught.value)) < 400
+
+
 def test_regex_targets_take_no_layer_list():
     with pytest.raises(AdapterFormatError, match="layers_to_transform"):
         config(target_modules=".*q_proj", layers_to_transform=[1])

@@ -95,6 +95,12 @@ def test_two_adapters_in_one_file_are_refused():
         parse_keys(keys)
 
 
+def test_endless_names_are_refused():
+    with pytest.raises(AdapterFormatError, match="100014 characters") as caught:
+        parse_keys(["x" * 100_000 + ".lora_A.weight"])
+    assert len(str(caught.value)) < 200
+
+
 def test_long_lists_of_keys_are_not_printed_whole():
     with pytest.raises(AdapterFormatError, match="5000 tensors") as caught:
         parse_keys([f"x{'y' * 300}{i}" for i in range(5000)])

@@ -517,7 +517,10 @@ def test_paths_that_are_no_folder(tmp_path):
     for path, message in (
         (tmp_path / "none", "no such folder"),
         (folder / "adapter_model.safetensors", "give the folder"),
+        (tmp_path / ("x" * 5000), "File name too long"),
+        (folder / "adapter_config.json" / "x", "give the folder"),
         ("bad\0name", "null byte"),
+        ("", "path of an adapter is empty"),
     ):
         with pytest.raises(AdapterFormatError, match=message) as caught:
             load_peft(path, TOY)
