@@ -72,7 +72,11 @@ class BatchBuilder:
         return self._finish(self._empty(tokens, block=PREFILL_BLOCK), [], rows, [])
 
     def build_decode(self, requests: list[Request]) -> PaddedBatch:
-        """One token per request: the last known one, whose KV is not yet computed."""
+        """One token per request: the last known one, whose KV is not yet computed.
+
+        Rows are sorted by slot: the adapter matmuls then read each adapter once.
+        """
+        requests = sorted(requests, key=lambda request: request.slot)
         rows = self.buckets.rows_for(len(requests))
         batch = self._empty(rows, block=1)
         for row, request in enumerate(requests):

@@ -20,8 +20,12 @@ def init_weight(rngs: nnx.Rngs, *shape: int, dtype: jnp.dtype) -> nnx.Param:
 
 
 def project(x: Float[Array, "tokens d_in"], weight: Float[Array, "*d_out d_in"]) -> Float[Array, "tokens *d_out"]:
-    """x · weightᵀ over the last axis of both."""
-    return jax.lax.dot_general(x, weight, (((1,), (weight.ndim - 1,)), ((), ())))
+    """x · weightᵀ over the last axis of both.
+
+    Multiplied as one matrix: XLA's CPU matmul would transpose a weight of three axes in every call.
+    """
+    matrix = weight.reshape(-1, weight.shape[-1])
+    return jax.lax.dot_general(x, matrix, (((1,), (1,)), ((), ()))).reshape(x.shape[0], *weight.shape[:-1])
 
 
 class Linear(nnx.Module):

@@ -10,10 +10,11 @@ Shapes, here and in every implementation:
 The intermediate of width rank, and all sums, are float32.
 """
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from pallas_kernels.batched_lora import xla
+from pallas_kernels.batched_lora import reference, xla
 
 
 def lora_shrink(
@@ -24,9 +25,9 @@ def lora_shrink(
     rank: Int32[Array, "*layers slots"] | None = None,
     layer: Int32[Array, ""] | None = None,
 ) -> Float[Array, "tokens rank"]:
-    """h = x · A of each token's slot, float32; zero for slot 0."""
-    a, layer = _stacked(a, layer)
-    return xla.lora_shrink(x, a, slot, layer)
+    """h = x · A of each token's slot, float32; zero for slot 0 and beyond the slot's rank."""
+    (a,), rank, layer = _stacked((a,), rank, layer, width=a.shape[-1])
+    return reference.lora_shrink(x, a, slot, rank, layer)
 
 
 def lora_expand(
@@ -39,23 +40,41 @@ def lora_expand(
     rank: Int32[Array, "*layers slots"] | None = None,
     layer: Int32[Array, ""] | None = None,
 ) -> Float[Array, "tokens d_out"]:
-    """y + scale · (h · B) of each token's slot; y unchanged for slot 0."""
-    scale, _ = _stacked(scale, layer)
-    b, layer = _stacked(b, layer)
-    return xla.lora_expand(h, b, slot, scale, y, layer)
+    """y + scale · (h · B) of each token's slot; y for slot 0."""
+    (b, scale), rank, layer = _stacked((b, scale), rank, layer, width=b.shape[-2])
+    return reference.lora_expand(h, b, slot, scale, y, rank, layer)
 
 
-def batched_lora(x, a, b, slot, scale, y, *, rank=None, layer=None):
-    """y + scale · ((x · A) · B) of each token's slot, for one output or for a fused projection's several."""
-    single = not isinstance(y, tuple)
-    stacked_scale, _ = _stacked(scale, layer)
-    stacked_b = tuple(_stacked(part, layer)[0] for part in ((b,) if single else b))
-    a, layer = _stacked(a, layer)
-    scale = stacked_scale[..., None] if single else stacked_scale
-    out = xla.batched_lora(x, a, stacked_b, slot, scale, (y,) if single else y, layer)
-    return out[0] if single else out
+def batched_lora(
+    x: Float[Array, "tokens d_in"],
+    a: Float[Array, "*layers slots d_in columns"],
+    b: jax.Array | tuple[jax.Array, ...],
+    slot: Int32[Array, " blocks"],
+    scale: Float[Array, "..."],
+    y: jax.Array | tuple[jax.Array, ...],
+    *,
+    rank: Int32[Array, "*layers slots"] | None = None,
+    layer: Int32[Array, ""] | None = None,
+) -> jax.Array | tuple[jax.Array, ...]:
+    """y + scale · ((x · A) · B) of each token's slot, for one output or for a fused projection's several.
+
+    Differentiable with respect to x, a, b, scale and y.
+    """
+    members = y if isinstance(y, tuple) else (y,)
+    factors = b if isinstance(b, tuple) else (b,)
+    scale = scale if isinstance(y, tuple) else scale[..., None]
+    (a, scale, *factors), rank, layer = _stacked((a, scale, *factors), rank, layer, width=factors[0].shape[-2])
+    out = xla.batched_lora(x, a, tuple(factors), slot, scale, members, rank, layer)
+    return out if isinstance(y, tuple) else out[0]
 
 
-def _stacked(array, layer):
-    """The array with a layers axis, and the index into it."""
-    return (array[None], jnp.int32(0)) if layer is None else (array, layer)
+def _stacked(
+    arrays: tuple[jax.Array, ...], rank: jax.Array | None, layer: jax.Array | None, *, width: int
+) -> tuple[tuple[jax.Array, ...], jax.Array, jax.Array]:
+    """Arrays and rank with a layers axis, and the index into it; without a rank, all columns count."""
+    if layer is None:
+        arrays = tuple(array[None] for array in arrays)
+        rank, layer = None if rank is None else rank[None], jnp.int32(0)
+    if rank is None:
+        rank = jnp.full(arrays[0].shape[:2], width, jnp.int32)
+    return arrays, rank, layer
