@@ -44,7 +44,9 @@ def read_hf_config(config: Mapping[str, Any], generation: Mapping[str, Any] | No
     hidden, heads = _integer(config, "hidden_size"), _integer(config, "num_attention_heads")
     kv_heads = _integer(config, "num_key_value_heads", default=heads)
     if heads % kv_heads:
-        raise ConfigError(f"num_key_value_heads is {kv_heads}; allowed: a divisor of num_attention_heads = {heads}")
+        raise ConfigError(
+            f"num_key_value_heads is {kv_heads}; allowed: a divisor of num_attention_heads = {heads}"
+        )
     if config.get("head_dim") is None and hidden % heads:
         raise ConfigError(f"hidden_size is {hidden}; allowed: a multiple of num_attention_heads = {heads}")
     _only(config, "hidden_act", ("silu", "swish"), default="silu")
@@ -132,19 +134,25 @@ def _rope(config: Mapping[str, Any]) -> RopeConfig:
     given = dict(config.get("rope_scaling") or {})
     for name, value in (config.get("rope_parameters") or {}).items():
         if given.get(name, value) != value:
-            raise ConfigError(f"rope_scaling.{name} is {given[name]!r} but rope_parameters.{name} is {value!r}")
+            raise ConfigError(
+                f"rope_scaling.{name} is {given[name]!r} but rope_parameters.{name} is {value!r}"
+            )
         given[name] = value
     kind = given.pop("rope_type", None)
     old_kind = given.pop("type", None)
     if kind is not None and old_kind is not None and kind != old_kind:
-        raise ConfigError(f"rope_type is {kind!r} but type is {old_kind!r}; allowed: the same, or one of them")
+        raise ConfigError(
+            f"rope_type is {kind!r} but type is {old_kind!r}; allowed: the same, or one of them"
+        )
     kind = kind or old_kind or "default"
     if kind not in _ROPE_FIELDS:
         raise ConfigError(f"rope_type is {kind!r}; served are {', '.join(sorted(_ROPE_FIELDS))}")
     theta = _theta(config, given)
     unknown = sorted(set(given) - _ROPE_FIELDS[kind] - {"partial_rotary_factor"})
     if given.pop("partial_rotary_factor", 1.0) != 1.0 or unknown:
-        raise ConfigError(f"rope settings {unknown or ['partial_rotary_factor']} are not served with {kind!r}")
+        raise ConfigError(
+            f"rope settings {unknown or ['partial_rotary_factor']} are not served with {kind!r}"
+        )
     if kind in ("llama3", "yarn", "linear", "dynamic") and "factor" not in given:
         raise ConfigError(f"rope_type {kind!r} needs a factor")
     if kind in ("llama3", "yarn", "dynamic"):
@@ -171,4 +179,6 @@ def _theta(config: Mapping[str, Any], given: dict[str, Any]) -> float:
 
 
 def _is_positive(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+    return (
+        isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+    )

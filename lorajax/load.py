@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from lorajax.checkpoints import open_checkpoint
 from lorajax.config import ModelConfig
 from lorajax.errors import ConfigError
-from lorajax.lora.peft import load_peft
+from lorajax.lora.source import AdapterSource, read_adapter
 from lorajax.lora.weights import AdapterWeights
 from lorajax.models.decoder import Decoder
 from lorajax.models.loading import load_weights
@@ -33,22 +33,20 @@ def load_model(
     if mesh is not None:
         raise ConfigError("mesh is given; allowed: None (one device)")
     checkpoint = open_checkpoint(path)
-    model = load_weights(
-        checkpoint.config, checkpoint.tensors, dtype=resolve_dtype(dtype), progress=progress
-    )
+    model = load_weights(checkpoint.config, checkpoint.tensors, dtype=resolve_dtype(dtype), progress=progress)
     return model, checkpoint.config
 
 
-def load_adapter(path: str | Path, *, config: ModelConfig | None = None) -> AdapterWeights:
-    """An adapter from a PEFT folder. With `config`, it must fit that base model.
+def load_adapter(path: AdapterSource, *, config: ModelConfig | None = None) -> AdapterWeights:
+    """An adapter from a PEFT or Orbax folder or a Hub id. With `config`, it must fit that base model.
 
     Raises AdapterFormatError if any part of it cannot be applied.
     """
-    return load_peft(path, config)
+    return read_adapter(path, config)
 
 
 def resolve_dtype(dtype: jnp.dtype | str) -> jnp.dtype:
-    """"auto" → float32 on CPU, bfloat16 elsewhere; otherwise float32 or bfloat16 as named."""
+    """ "auto" → float32 on CPU, bfloat16 elsewhere; otherwise float32 or bfloat16 as named."""
     if isinstance(dtype, str) and dtype == "auto":
         return jnp.dtype(jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
     with contextlib.suppress(TypeError):

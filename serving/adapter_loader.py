@@ -6,20 +6,19 @@ to a slot.
 """
 
 import dataclasses
+import logging
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from lorajax.config import ModelConfig
 from lorajax.errors import AdapterBusy, AdapterCapacityError, AdapterFormatError, AdapterNotFound, ConfigError
 from lorajax.lora.blend import blend_adapters
-from lorajax.lora.peft import load_peft
+from lorajax.lora.source import AdapterSource, read_adapter
 from lorajax.lora.weights import AdapterWeights
 from serving.adapter_registry import AdapterRegistry, RegisteredAdapter
 from serving.config import EngineConfig
@@ -27,7 +26,7 @@ from serving.model_runner import ModelRunner
 from serving.outputs import AdapterStatus
 from serving.scheduler import Scheduler
 
-AdapterSource = str | Path | AdapterWeights
+logger = logging.getLogger("lorajax.adapters")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -121,22 +120,22 @@ class AdapterLoader:
 
     def _read(self, name: str, source: AdapterSource) -> AdapterWeights:
         if not self._config.max_loras:
-            raise ConfigError("max_loras is 0, which switches LoRA off; allowed: 1 or more, to load an adapter")
+            raise ConfigError(
+                "max_loras is 0, which switches LoRA off; allowed: 1 or more, to load an adapter"
+            )
         try:
-            if isinstance(source, AdapterWeights):
-                weights = jax.tree.map(lambda leaf: np.asarray(leaf, dtype=self._dtype), source)
-            else:
-                weights = load_peft(
-                    source,
-                    self._model,
-                    dtype=self._dtype,
-                    max_rank=self._config.max_lora_rank,
-                    target_modules=self._config.lora_target_modules,
-                )
-            self._check_capacity(weights)
+            return read_adapter(
+                source,
+                self._model,
+                dtype=self._dtype,
+                max_rank=self._config.max_lora_rank,
+                target_modules=self._config.lora_target_modules,
+                experts=False,
+                base_weight=self._runner.base_weight,
+                warn=lambda text: logger.warning("adapter %r: %s", name, text),
+            )
         except (AdapterFormatError, AdapterCapacityError) as error:
             raise type(error)(f"adapter {name!r}: {error}") from error
-        return weights
 
     def _check_capacity(self, weights: AdapterWeights) -> None:
         if weights.rank > self._config.max_lora_rank:

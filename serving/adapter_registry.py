@@ -12,7 +12,13 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from lorajax.errors import AdapterBusy, AdapterCapacityError, AdapterExists, AdapterFormatError, AdapterNotFound
+from lorajax.errors import (
+    AdapterBusy,
+    AdapterCapacityError,
+    AdapterExists,
+    AdapterFormatError,
+    AdapterNotFound,
+)
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\Z")
 MAX_ADAPTER_ID = 2**31 - 1
@@ -64,10 +70,14 @@ class AdapterRegistry:
         with self._changed:
             old = self._current.get(self.check_name(name))
             if old is not None and not replace:
-                raise AdapterExists(f"adapter {name!r} is loaded from another source; unload it, or use replace=True")
+                raise AdapterExists(
+                    f"adapter {name!r} is loaded from another source; unload it, or use replace=True"
+                )
             goes_at_once = old is not None and not old.users
             if self._max is not None and len(self._by_id) - goes_at_once >= self._max:
-                raise AdapterCapacityError(f"{len(self._by_id)} adapters are loaded; allowed: max_cpu_loras = {self._max}")
+                raise AdapterCapacityError(
+                    f"{len(self._by_id)} adapters are loaded; allowed: max_cpu_loras = {self._max}"
+                )
             assert self._next_id <= MAX_ADAPTER_ID, "adapter ids are used up"
             entry = RegisteredAdapter(name, self._next_id, payload)
             self._next_id += 1

@@ -39,9 +39,7 @@ def block_hash(parent: bytes, token_ids: Sequence[int], keys: NamespaceKeys) -> 
     return xxhash.xxh3_128_digest(b"".join(stream))
 
 
-def extend_chain(
-    hashes: list[bytes], token_ids: Sequence[int], page_size: int, keys: NamespaceKeys
-) -> None:
+def extend_chain(hashes: list[bytes], token_ids: Sequence[int], page_size: int, keys: NamespaceKeys) -> None:
     """Append the hashes of all full pages of `token_ids` that `hashes` does not name yet."""
     for page in range(len(hashes), len(token_ids) // page_size):
         parent = hashes[-1] if hashes else b""

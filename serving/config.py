@@ -93,10 +93,26 @@ class EngineConfig:
             )
         targets = self.lora_target_modules
         if targets is not None and (isinstance(targets, str) or not all(isinstance(t, str) for t in targets)):
-            raise ConfigError(f"lora_target_modules is {targets!r}; allowed: a tuple of module names, or None")
+            raise ConfigError(
+                f"lora_target_modules is {targets!r}; allowed: a tuple of module names, or None"
+            )
         _check_integer("tensor_parallel_size", self.tensor_parallel_size, at_least=1)
         _check_integer("max_queue", self.max_queue, at_least=1)
         _check_integer("seed", self.seed, at_least=0)
+
+
+def field_descriptions() -> dict[str, str]:
+    """What the docstring says of each field, in one line: for `--help`."""
+    described: dict[str, str] = {}
+    names = {field.name for field in dataclasses.fields(EngineConfig)}
+    current = ""
+    for line in (EngineConfig.__doc__ or "").splitlines():
+        name, colon, text = line.strip().partition(": ")
+        if colon and name in names:
+            current, described[name] = name, text
+        elif current:
+            described[current] += " " + line.strip()
+    return {name: text.strip() for name, text in described.items()}
 
 
 def _check_choice(name: str, value: object, allowed: tuple) -> None:

@@ -16,7 +16,7 @@ from lorajax.errors import CheckpointError
 from serving.llm import LLM
 from serving.sampling_params import SamplingParams
 
-QUESTIONS = ("What is the capital of Spain?", "Tell me about horses.", "How do I boil an egg?")
+QUESTIONS = ("What is the capital of Spain?", "Tell me about horses.", "What do bakers do?")
 ADAPTERS = ("caps", "json", "pirate", "yesno")
 HOT_LOADED = "shouting-pirate"
 
@@ -49,7 +49,9 @@ def run_demo(console: Console, max_tokens: int = 40) -> None:
         with LLM(find_smollm2(), max_lora_rank=32, max_loras=5, max_model_len=1024) as llm:
             for name, path in adapters.items():
                 llm.load_adapter(name, path)
-            console.print(f"model and {len(adapters)} adapters ready in {time.perf_counter() - started:.1f} s\n")
+            console.print(
+                f"model and {len(adapters)} adapters ready in {time.perf_counter() - started:.1f} s\n"
+            )
             tokens_per_second = _one_mixed_batch(llm, console, max_tokens)
             _hot_load(llm, console, max_tokens)
             stats = llm.stats()

@@ -82,7 +82,10 @@ class Detokenizer:
             delta, self._pending = self._pending[:end], ""
         else:
             held = self._possible_stop(self._pending)
-            delta, self._pending = self._pending[: len(self._pending) - held], self._pending[len(self._pending) - held :]
+            delta, self._pending = (
+                self._pending[: len(self._pending) - held],
+                self._pending[len(self._pending) - held :],
+            )
         self.text += delta
         return delta
 

@@ -110,9 +110,7 @@ class LLMEngine:
             )
             leader = leader or child
             children.append(child)
-        output = OutputBuilder(
-            tuple(children), prompt=text, tokenizer=self.tokenizer, final_only=final_only
-        )
+        output = OutputBuilder(tuple(children), prompt=text, tokenizer=self.tokenizer, final_only=final_only)
         return PreparedRequest(request_id=request_id, children=tuple(children), output=output)
 
     def discard(self, prepared: PreparedRequest) -> None:
@@ -121,7 +119,9 @@ class LLMEngine:
 
     def require_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
-            raise RequestRejected("the checkpoint has no tokenizer; pass token ids, or a tokenizer to the engine")
+            raise RequestRejected(
+                "the checkpoint has no tokenizer; pass token ids, or a tokenizer to the engine"
+            )
         return self.tokenizer
 
     def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
@@ -132,7 +132,9 @@ class LLMEngine:
             for token in token_ids:
                 whole = isinstance(token, numbers.Integral) and not isinstance(token, bool)
                 if not whole or not 0 <= token < self._vocab_size:
-                    raise RequestRejected(f"token id {token!r} in the prompt; allowed: 0 to {self._vocab_size - 1}")
+                    raise RequestRejected(
+                        f"token id {token!r} in the prompt; allowed: 0 to {self._vocab_size - 1}"
+                    )
             token_ids = [int(token) for token in token_ids]
         if not token_ids:
             raise RequestRejected("the prompt is empty; allowed: at least one token")
@@ -283,7 +285,11 @@ def _read_rows(padded: PaddedBatch, output: SamplerOutput) -> list[tuple[Request
         return [(request, tokens[row], None) for row, request in enumerate(padded.sampled)]
     chosen, top_ids, top = map(np.asarray, (output.logprobs, output.top_token_ids, output.top_logprobs))
     return [
-        (request, tokens[row], TokenLogprobs(chosen=float(chosen[row]), top_token_ids=top_ids[row], top_logprobs=top[row]))
+        (
+            request,
+            tokens[row],
+            TokenLogprobs(chosen=float(chosen[row]), top_token_ids=top_ids[row], top_logprobs=top[row]),
+        )
         for row, request in enumerate(padded.sampled)
     ]
 

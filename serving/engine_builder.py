@@ -48,7 +48,8 @@ def build_engine(
     if config.max_loras:
         targets = None if config.lora_target_modules is None else frozenset(config.lora_target_modules)
         add_lora(
-            model, LoRAConfig(num_slots=config.max_loras + 1, max_rank=config.max_lora_rank, target_modules=targets)
+            model,
+            LoRAConfig(num_slots=config.max_loras + 1, max_rank=config.max_lora_rank, target_modules=targets),
         )
     if tokenizer is None:
         tokenizer = _tokenizer_or_none(checkpoint.load_tokenizer)
@@ -147,7 +148,9 @@ def _num_pages(config: EngineConfig, model: ModelConfig, max_model_len: int, dty
     if config.kv_cache_bytes is not None:
         pages = config.kv_cache_bytes // page_bytes
         if pages < 1:
-            raise ConfigError(f"kv_cache_bytes is {config.kv_cache_bytes}; allowed: at least one page, {page_bytes}")
+            raise ConfigError(
+                f"kv_cache_bytes is {config.kv_cache_bytes}; allowed: at least one page, {page_bytes}"
+            )
         return min(pages, needed)
     return max(1, min(_default_kv_cache_bytes() // page_bytes, needed))
 

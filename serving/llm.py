@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 from tqdm.auto import tqdm
 
 from lorajax.errors import ConfigError, RequestRejected
+from lorajax.lora.source import AdapterSource
 from lorajax.tokenizer import Tokenizer
-from serving.adapter_loader import AdapterSource
 from serving.config import EngineConfig
 from serving.engine import PreparedRequest
 from serving.engine_builder import build_engine
@@ -45,7 +45,9 @@ class LLM:
         **engine_config_fields: Any,
     ):
         if config is not None and engine_config_fields:
-            raise ConfigError(f"config and {sorted(engine_config_fields)} are both given; allowed: one of them")
+            raise ConfigError(
+                f"config and {sorted(engine_config_fields)} are both given; allowed: one of them"
+            )
         config = config or EngineConfig(**engine_config_fields)
         self._engine = build_engine(model, config, tokenizer=tokenizer)
         self._loop = EngineLoop(self._engine)
@@ -83,7 +85,9 @@ class LLM:
         try:
             for prompt, param, name in zip(prompts, params, names, strict=True):
                 prepared.append(
-                    self._prepare(prompt, param, name, priority=priority, cache_salt=cache_salt, final_only=True)
+                    self._prepare(
+                        prompt, param, name, priority=priority, cache_salt=cache_salt, final_only=True
+                    )
                 )
         except BaseException:
             for request in prepared:
@@ -113,7 +117,9 @@ class LLM:
         ]
         return self.generate(prompts, sampling_params, adapter=adapter, use_tqdm=use_tqdm)
 
-    def render_chat(self, messages: Messages, *, tools: Sequence[Mapping[str, Any]] | None = None) -> list[int]:
+    def render_chat(
+        self, messages: Messages, *, tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> list[int]:
         """Token ids of a conversation, ready to be answered: a prompt for `generate` or `stream`."""
         tokenizer = self._engine.require_tokenizer()
         text = tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True)
@@ -136,7 +142,9 @@ class LLM:
         finally:
             self._loop.abort(stream.request_id)
 
-    def _prepare(self, prompt: Prompt, params: SamplingParams, adapter: str | None, **options: Any) -> PreparedRequest:
+    def _prepare(
+        self, prompt: Prompt, params: SamplingParams, adapter: str | None, **options: Any
+    ) -> PreparedRequest:
         request_id = f"request-{next(self._request_numbers)}"
         return self._engine.prepare(prompt, params, adapter, request_id=request_id, **options)
 
@@ -223,6 +231,8 @@ def _one_each(value: T | Sequence[T], count: int, name: str, *, default: T) -> l
         return [default] * count
     if isinstance(value, (list, tuple)):
         if len(value) != count:
-            raise RequestRejected(f"{name} has {len(value)} entries for {count} prompts; allowed: one, or one each")
+            raise RequestRejected(
+                f"{name} has {len(value)} entries for {count} prompts; allowed: one, or one each"
+            )
         return [default if item is None else item for item in value]
     return [value] * count  # pyright: ignore[reportReturnType]

@@ -71,6 +71,12 @@ class ModelRunner:
         """Host work of a slot write, free of the device: may run on any thread."""
         return pack_adapter(weights, self._slot_shapes, self._targets)
 
+    def base_weight(self, name: str) -> np.ndarray:
+        """The base's own weight of `embed_tokens` or `lm_head`, [vocab, d_model], on the host."""
+        model = nnx.merge(self._graphdef, self._slot_shapes, self._weights)
+        weight = model.lm_head.weight if name == "lm_head" else None
+        return np.asarray((model.embed_tokens.weight if weight is None else weight)[...])
+
     def write_slot(self, slot: int, packed: nnx.State) -> None:
         """Overwrite a device slot as a whole. Steps already dispatched read the old content."""
         self._slots = self._program(Program("write_slot"))(self._slots, packed, np.int32(slot))

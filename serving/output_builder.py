@@ -51,7 +51,12 @@ class OutputBuilder:
     """Outputs of one request. `final_only` gives a single output, at the end."""
 
     def __init__(
-        self, children: tuple[Request, ...], *, prompt: str | None, tokenizer: Tokenizer | None, final_only: bool
+        self,
+        children: tuple[Request, ...],
+        *,
+        prompt: str | None,
+        tokenizer: Tokenizer | None,
+        final_only: bool,
     ):
         first = children[0]
         self._first, self._prompt, self._tokenizer = first, prompt, tokenizer
@@ -122,7 +127,9 @@ class OutputBuilder:
         }
 
     def _decode(self, token_id: int) -> str | None:
-        return None if self._tokenizer is None else self._tokenizer.decode([token_id], skip_special_tokens=False)
+        return (
+            None if self._tokenizer is None else self._tokenizer.decode([token_id], skip_special_tokens=False)
+        )
 
     def _metrics(self) -> RequestMetrics:
         now = time.monotonic()

@@ -57,7 +57,9 @@ class SamplingParams:
         _integer(self, "max_tokens", 1, optional=True)
         _integer(self, "min_tokens", 0)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise ConfigError(f"min_tokens is {self.min_tokens}; allowed: at most max_tokens = {self.max_tokens}")
+            raise ConfigError(
+                f"min_tokens is {self.min_tokens}; allowed: at most max_tokens = {self.max_tokens}"
+            )
         _integer(self, "logprobs", 0, MAX_LOGPROBS, optional=True)
         _integer(self, "prompt_logprobs", 0, MAX_LOGPROBS, optional=True)
         _number(self, "presence_penalty", -2.0, 2.0)

@@ -97,7 +97,9 @@ class Scheduler:
         if request.request_id in self._live:
             raise RequestRejected(f"request id {request.request_id!r} is in use")
         if len(self.waiting) >= self.config.max_queue:
-            raise RequestRejected(f"{len(self.waiting)} requests are waiting; allowed: max_queue = {self.config.max_queue}")
+            raise RequestRejected(
+                f"{len(self.waiting)} requests are waiting; allowed: max_queue = {self.config.max_queue}"
+            )
         self._check_fits(request)
         request.arrival, self._num_arrivals = self._num_arrivals, self._num_arrivals + 1
         request.status = RequestStatus.WAITING
@@ -110,7 +112,9 @@ class Scheduler:
         config, prompt = self.config, request.num_prompt_tokens
         longest = prompt + request.max_tokens
         if prompt < 1 or request.max_tokens < 1:
-            raise RequestRejected(f"the request has {prompt} prompt tokens and max_tokens {request.max_tokens}; allowed: 1 or more")
+            raise RequestRejected(
+                f"the request has {prompt} prompt tokens and max_tokens {request.max_tokens}; allowed: 1 or more"
+            )
         if longest > config.max_model_len:
             raise RequestRejected(
                 f"{prompt} prompt tokens and max_tokens {request.max_tokens} make {longest}; allowed: "
@@ -247,7 +251,11 @@ class Scheduler:
             if not blocks or len(self.running) >= config.max_num_seqs:
                 break
             leader = request.leader
-            if leader is not None and leader.status is not RequestStatus.FINISHED and not leader.prompt_computed:
+            if (
+                leader is not None
+                and leader.status is not RequestStatus.FINISHED
+                and not leader.prompt_computed
+            ):
                 continue
             if request.adapter_id and not self._has_place(request):
                 self._turns.defer(request)
@@ -268,7 +276,9 @@ class Scheduler:
     def _has_place(self, request: Request) -> bool:
         if request.adapter_id in self._running_adapters:
             return not self._turns.is_leaving(request.adapter_id)
-        return self._turns.may_enter(request, self._num_free_places()) and self.slots.can_pin(request.adapter_id)
+        return self._turns.may_enter(request, self._num_free_places()) and self.slots.can_pin(
+            request.adapter_id
+        )
 
     def _num_free_places(self) -> int:
         """Adapters that could still join the running ones."""
@@ -375,7 +385,9 @@ class Scheduler:
         self.pool.check_invariants()
         self.cache.check_invariants()
         self.slots.check_invariants()
-        assert self.waiting == sorted(self.waiting, key=_order) and self.running == sorted(self.running, key=_order)
+        assert self.waiting == sorted(self.waiting, key=_order) and self.running == sorted(
+            self.running, key=_order
+        )
         assert {id(r) for r in self._live.values()} == {id(r) for r in [*self.waiting, *self.running]}
         assert all(r.status is RequestStatus.WAITING and not r.page_ids and not r.slot for r in self.waiting)
         assert all(r.status is RequestStatus.RUNNING for r in self.running)

@@ -165,7 +165,11 @@ def _tokenizer(metadata: dict[str, Any], file_name: str) -> Tokenizer:
     fast.decoder = decoders.ByteLevel()
     kinds = metadata.get("tokenizer.ggml.token_type", [])
     fast.add_special_tokens(
-        [AddedToken(t, special=True) for t, kind in zip(tokens, kinds, strict=False) if kind == _CONTROL_TOKEN]
+        [
+            AddedToken(t, special=True)
+            for t, kind in zip(tokens, kinds, strict=False)
+            if kind == _CONTROL_TOKEN
+        ]
     )
     fast.add_tokens([t for t, kind in zip(tokens, kinds, strict=False) if kind == _USER_DEFINED_TOKEN])
     bos = metadata.get("tokenizer.ggml.bos_token_id")

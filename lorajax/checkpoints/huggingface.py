@@ -5,6 +5,7 @@ Hub ids are fetched through `huggingface_hub` into its cache, which is such a fo
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,15 +36,19 @@ def open_huggingface(folder: Path) -> Checkpoint:
     )
 
 
-def fetch_from_hub(hub_id: str, revision: str | None) -> Path:
+def fetch_from_hub(hub_id: str, revision: str | None, *, patterns: Sequence[str] = _PATTERNS) -> Path:
     """Download a model's files (never pickles). Raises CheckpointError with the cause in one line."""
     if not _HUB_ID.match(hub_id):
         raise CheckpointError(f"{hub_id!r} is no existing folder or *.gguf file, and no Hub id (owner/name)")
     try:
-        return Path(huggingface_hub.snapshot_download(hub_id, revision=revision, allow_patterns=_PATTERNS))
+        return Path(
+            huggingface_hub.snapshot_download(hub_id, revision=revision, allow_patterns=list(patterns))
+        )
     except (OSError, ValueError, huggingface_hub.errors.HfHubHTTPError) as error:
         cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise CheckpointError(f"{hub_id!r} is no local folder and cannot be fetched from the Hub: {cause}") from error
+        raise CheckpointError(
+            f"{hub_id!r} is no local folder and cannot be fetched from the Hub: {cause}"
+        ) from error
 
 
 class SafetensorsFolder:
@@ -100,7 +105,7 @@ def load_tokenizer(folder: Path, config: ModelConfig) -> Tokenizer:
         raise CheckpointError("no tokenizer.json in the folder: pass token ids, or a tokenizer")
     try:
         fast = FastTokenizer.from_str(path.read_text(encoding="utf-8"))
-    except Exception as error:  # noqa: BLE001 - the library raises bare Exception
+    except Exception as error:
         raise CheckpointError(f"tokenizer.json: {error}") from error
     settings = _read_json(folder / "tokenizer_config.json", optional=True)
     bos, eos = (_token_text(settings.get(name)) for name in ("bos_token", "eos_token"))

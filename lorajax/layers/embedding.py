@@ -14,7 +14,9 @@ class Embedding(nnx.Module):
     def __init__(self, vocab_size: int, d_model: int, *, dtype: jnp.dtype, rngs: nnx.Rngs):
         self.weight = init_weight(rngs, vocab_size, d_model, dtype=dtype)
 
-    def __call__(self, token_ids: Int32[Array, " tokens"], ctx: ForwardContext) -> Float[Array, "tokens d_model"]:
+    def __call__(
+        self, token_ids: Int32[Array, " tokens"], ctx: ForwardContext
+    ) -> Float[Array, "tokens d_model"]:
         return jnp.take(self.weight[...], token_ids, axis=0, mode="clip")
 
 

@@ -19,7 +19,9 @@ def init_weight(rngs: nnx.Rngs, *shape: int, dtype: jnp.dtype) -> nnx.Param:
     return nnx.Param(0.02 * jax.random.normal(rngs.params(), shape, dtype))
 
 
-def project(x: Float[Array, "tokens d_in"], weight: Float[Array, "*d_out d_in"]) -> Float[Array, "tokens *d_out"]:
+def project(
+    x: Float[Array, "tokens d_in"], weight: Float[Array, "*d_out d_in"]
+) -> Float[Array, "tokens *d_out"]:
     """x · weightᵀ over the last axis of both.
 
     Multiplied as one matrix: XLA's CPU matmul would transpose a weight of three axes in every call.

@@ -18,6 +18,8 @@ class MLP(nnx.Module):
         self.gate_up_proj = GateUpLinear(d_model, d_ff, use_bias=bias, dtype=dtype, rngs=rngs)
         self.down_proj = Linear(d_ff, d_model, use_bias=bias, dtype=dtype, rngs=rngs)
 
-    def __call__(self, x: Float[Array, "tokens d_model"], ctx: ForwardContext) -> Float[Array, "tokens d_model"]:
+    def __call__(
+        self, x: Float[Array, "tokens d_model"], ctx: ForwardContext
+    ) -> Float[Array, "tokens d_model"]:
         gate, up = self.gate_up_proj(x, ctx)
         return self.down_proj(jax.nn.silu(gate) * up, ctx)

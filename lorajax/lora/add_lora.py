@@ -48,7 +48,9 @@ def add_lora(model: Decoder, config: LoRAConfig) -> Decoder:
 
 def remove_lora(model: Decoder) -> Decoder:
     """Put every wrapper's base back in its place. Returns the same model."""
-    for module, target in {target.module: target for target in adapter_targets(model.config).values()}.items():
+    for module, target in {
+        target.module: target for target in adapter_targets(model.config).values()
+    }.items():
         owner, attribute = _place(model, module, target)
         layer = getattr(owner, attribute)
         setattr(owner, attribute, getattr(layer, "base", layer))

@@ -84,7 +84,9 @@ class EmbeddingWithLoRA(nnx.Module):
     def weight(self) -> nnx.Param:
         return self.base.weight
 
-    def __call__(self, token_ids: Int32[Array, " tokens"], ctx: ForwardContext) -> Float[Array, "tokens d_model"]:
+    def __call__(
+        self, token_ids: Int32[Array, " tokens"], ctx: ForwardContext
+    ) -> Float[Array, "tokens d_model"]:
         y = self.base(token_ids, ctx)
         if ctx.lora is None:
             return y

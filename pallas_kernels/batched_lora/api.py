@@ -63,7 +63,9 @@ def batched_lora(
     members = y if isinstance(y, tuple) else (y,)
     factors = b if isinstance(b, tuple) else (b,)
     scale = scale if isinstance(y, tuple) else scale[..., None]
-    (a, scale, *factors), rank, layer = _stacked((a, scale, *factors), rank, layer, width=factors[0].shape[-2])
+    (a, scale, *factors), rank, layer = _stacked(
+        (a, scale, *factors), rank, layer, width=factors[0].shape[-2]
+    )
     out = xla.batched_lora(x, a, tuple(factors), slot, scale, members, rank, layer)
     return out if isinstance(y, tuple) else out[0]
 

@@ -79,7 +79,12 @@ def _forward(x, a, b, slot, scale, y, rank, layer):
 def _backward(saved, gradient):
     x, a, b, slot, scale, y, rank, layer = saved
     _, pull_back = jax.vjp(
-        lambda x, a, b, scale, y: reference.batched_lora(x, a, b, slot, scale, y, rank, layer), x, a, b, scale, y
+        lambda x, a, b, scale, y: reference.batched_lora(x, a, b, slot, scale, y, rank, layer),
+        x,
+        a,
+        b,
+        scale,
+        y,
     )
     dx, da, db, dscale, dy = pull_back(gradient)
     return dx, da, db, None, dscale, dy, None, None

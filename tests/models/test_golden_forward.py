@@ -3,9 +3,9 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from golden_files import TINY_LLAMA, adapters_of, expected_logits, prompts_of
 
 import lorajax
-from golden_files import TINY_LLAMA, adapters_of, expected_logits, prompts_of
 
 CHECKPOINTS = [TINY_LLAMA]
 CASES = [(folder, adapter) for folder in CHECKPOINTS for adapter in ["base", *adapters_of(folder)]]
