@@ -8,8 +8,9 @@ A decode batch has one token per block; a prefill batch is packed by the host in
 import dataclasses
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Float, Int32
 
+from lorajax.arrays import AnyArray
 from lorajax.pytree import pytree_dataclass, static_field
 
 
@@ -22,16 +23,16 @@ class AttentionMetadata:
     page_table: the pages of each sequence in order; unused entries are 0 and never read.
     """
 
-    write_index: Int32[Array, " tokens"]
-    block_seq: Int32[Array, " blocks"]
-    page_table: Int32[Array, "seqs max_pages"]
+    write_index: Int32[AnyArray, " tokens"]
+    block_seq: Int32[AnyArray, " blocks"]
+    page_table: Int32[AnyArray, "seqs max_pages"]
 
 
 @pytree_dataclass
 class LoRAContext:
     """The adapter slot of each block of tokens. Slot 0 is the base model and padding."""
 
-    slot: Int32[Array, " blocks"]
+    slot: Int32[AnyArray, " blocks"]
 
 
 @pytree_dataclass
@@ -46,11 +47,11 @@ class ForwardContext:
     layer: index of the running layer, set by the decoder's scan; selects the layer's adapter and KV.
     """
 
-    positions: Int32[Array, " tokens"]
+    positions: Int32[AnyArray, " tokens"]
     attention: AttentionMetadata | None = None
     lora: LoRAContext | None = None
-    rotary: tuple[Float[Array, "tokens half"], Float[Array, "tokens half"]] | None = None
-    layer: Int32[Array, ""] | None = None
+    rotary: tuple[Float[AnyArray, "tokens half"], Float[AnyArray, "tokens half"]] | None = None
+    layer: Int32[AnyArray, ""] | None = None
     num_sequences: int = static_field(default=1)
 
     def replace(self, **changes) -> "ForwardContext":

@@ -1,7 +1,7 @@
 """One decorator for the small structs that travel through `jax.jit`."""
 
 import dataclasses
-from typing import TypeVar, dataclass_transform
+from typing import Any, TypeVar, dataclass_transform
 
 import jax
 
@@ -37,6 +37,6 @@ def pytree_dataclass(cls: type[T]) -> type[T]:
     return data
 
 
-def static_field(**kwargs) -> dataclasses.Field:
+def static_field(**kwargs: Any) -> Any:
     """A field that belongs to the structure of a `pytree_dataclass`, not to its leaves."""
-    return dataclasses.field(metadata={"static": True}, **kwargs)  # pyright: ignore[reportReturnType]
+    return dataclasses.field(metadata={"static": True}, **kwargs)

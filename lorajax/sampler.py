@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32, UInt32
 
+from lorajax.arrays import AnyArray
 from lorajax.pytree import pytree_dataclass
 
 MAX_LOGPROBS = 20  # most alternatives that a request can ask for; the device always returns as many
@@ -22,13 +23,13 @@ class SamplingInputs:
     seed: low and high word. child, position: make the key of this very token.
     """
 
-    temperature: Float[Array, " rows"]
-    top_k: Int32[Array, " rows"]
-    top_p: Float[Array, " rows"]
-    min_p: Float[Array, " rows"]
-    seed: UInt32[Array, "rows 2"]
-    child: Int32[Array, " rows"]
-    position: Int32[Array, " rows"]
+    temperature: Float[AnyArray, " rows"]
+    top_k: Int32[AnyArray, " rows"]
+    top_p: Float[AnyArray, " rows"]
+    min_p: Float[AnyArray, " rows"]
+    seed: UInt32[AnyArray, "rows 2"]
+    child: Int32[AnyArray, " rows"]
+    position: Int32[AnyArray, " rows"]
 
 
 @pytree_dataclass
@@ -74,7 +75,7 @@ def _draw(logits: Float[Array, "rows vocab"], inputs: SamplingInputs) -> Int32[A
         jnp.any(filters), _kept_tokens, lambda scaled, _: jnp.ones_like(scaled, bool), scaled, inputs
     )
 
-    def noise(seed: UInt32[Array, " two"], child: Int32[Array, ""], position: Int32[Array, ""]) -> Array:
+    def noise(seed: Array, child: Array, position: Array) -> Array:
         key = jax.random.fold_in(jax.random.fold_in(jax.random.wrap_key_data(seed), child), position)
         return jax.random.gumbel(key, (logits.shape[1],), jnp.float32)
 

@@ -5,6 +5,7 @@ still read it. Padding rows have position -1, slot 0, and write past the page po
 """
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 
@@ -116,7 +117,7 @@ class BatchBuilder:
         rows = self.buckets.logits_rows_for(tokens)
         return self._finish(batch, sampled, rows, logits_rows)
 
-    def _empty(self, tokens: int, *, block: int) -> dict[str, np.ndarray]:
+    def _empty(self, tokens: int, *, block: int) -> dict[str, Any]:
         blocks = tokens // block
         return {
             "token_ids": np.zeros(tokens, np.int32),
@@ -128,7 +129,7 @@ class BatchBuilder:
         }
 
     def _finish(
-        self, batch: dict[str, np.ndarray], sampled: list[Request], rows: int, logits_rows: list[int] | None
+        self, batch: dict[str, Any], sampled: list[Request], rows: int, logits_rows: list[int] | None
     ) -> PaddedBatch:
         if not self.lora:
             batch["slot"] = None
@@ -144,14 +145,17 @@ class BatchBuilder:
             logits_rows=padded_rows,
             logits_slot=padded_slot,
             sampled=sampled,
-            sampling=_sampling_rows(sampled, rows),
+            sampling=_sampling_if_any_draws(sampled, rows),
             with_logprobs=any(request.params.logprobs is not None for request in sampled),
         )
 
 
-def _sampling_rows(requests: list[Request], rows: int) -> SamplingRows | None:
-    if all(request.params.greedy for request in requests):
-        return None
+def _sampling_if_any_draws(requests: list[Request], rows: int) -> SamplingRows | None:
+    return None if all(request.params.greedy for request in requests) else sampling_rows(requests, rows)
+
+
+def sampling_rows(requests: list[Request], rows: int) -> SamplingRows:
+    """The requests' settings as arrays of `rows` rows; those without a request are greedy."""
     sampling = SamplingRows(
         temperature=np.zeros(rows, np.float32),
         top_k=np.zeros(rows, np.int32),

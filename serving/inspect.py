@@ -26,7 +26,7 @@ def _describe(checkpoint: Checkpoint, name: str) -> str:
         f"  {parameters:,} parameters in {len(list(checkpoint.tensors.keys()))} tensors\n"
         f"  {config.num_layers} layers, width {config.hidden_size}, {config.num_attention_heads} heads and "
         f"{config.num_kv_heads} kv heads of {config.head_dim}, vocabulary {config.vocab_size}\n"
-        f"  up to {config.max_position_embeddings} tokens, rope {config.rope.rope_type} theta {config.rope.theta:g}, "
-        f"{'tied' if config.tie_word_embeddings else 'untied'} embeddings\n"
+        f"  up to {config.max_position_embeddings} tokens, rope {config.rope.rope_type} with theta "
+        f"{config.rope.theta:g}, {'tied' if config.tie_word_embeddings else 'untied'} embeddings\n"
         "can be served"
     )

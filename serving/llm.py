@@ -66,7 +66,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        adapter: str | None | Sequence[str | None] = None,
+        adapter: str | Sequence[str | None] | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
         use_tqdm: bool = True,
@@ -80,7 +80,7 @@ class LLM:
         """
         prompts = _as_list_of_prompts(prompts)
         params = _one_each(sampling_params, len(prompts), "sampling_params", default=SamplingParams())
-        names = _one_each(adapter, len(prompts), "adapter", default=None)
+        names: list[str | None] = _one_each(adapter, len(prompts), "adapter", default=None)
         prepared: list[PreparedRequest] = []
         try:
             for prompt, param, name in zip(prompts, params, names, strict=True):
@@ -100,13 +100,15 @@ class LLM:
         messages: Messages | Sequence[Messages],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        adapter: str | None | Sequence[str | None] = None,
+        adapter: str | Sequence[str | None] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Answer one conversation, or each of a list, through the checkpoint's own chat template."""
-        conversations = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
+        conversations: list[Any] = list(messages)
+        if conversations and isinstance(conversations[0], Mapping):
+            conversations = [conversations]
         tokenizer = self._engine.require_tokenizer()
         prompts = [
             tokenizer.encode(
@@ -219,20 +221,18 @@ class LLM:
 def _as_list_of_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
-    prompts = list(prompts)
-    if prompts and all(isinstance(item, numbers.Integral) for item in prompts):
-        return [prompts]  # one prompt of token ids
-    return prompts
+    listed: list[Any] = list(prompts)
+    if listed and all(isinstance(item, numbers.Integral) for item in listed):
+        return [listed]  # one prompt of token ids
+    return listed
 
 
-def _one_each(value: T | Sequence[T], count: int, name: str, *, default: T) -> list[T]:
-    """One value for all, or a list of one each."""
-    if value is None:
-        return [default] * count
-    if isinstance(value, (list, tuple)):
-        if len(value) != count:
-            raise RequestRejected(
-                f"{name} has {len(value)} entries for {count} prompts; allowed: one, or one each"
-            )
-        return [default if item is None else item for item in value]
-    return [value] * count  # pyright: ignore[reportReturnType]
+def _one_each(value: Any, count: int, name: str, *, default: T) -> list[T]:
+    """One value for all, or a list of one each; None stands for the default."""
+    if not isinstance(value, (list, tuple)):
+        return [default if value is None else value] * count
+    if len(value) != count:
+        raise RequestRejected(
+            f"{name} has {len(value)} entries for {count} prompts; allowed: one, or one each"
+        )
+    return [default if item is None else item for item in value]

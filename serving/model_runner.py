@@ -22,7 +22,7 @@ from lorajax.lora.weights import AdapterWeights
 from lorajax.models.decoder import Decoder
 from lorajax.sampler import SamplerOutput, SamplingInputs, sample
 from lorajax.steps import StepBatch, decode_step, prefill_step
-from serving.batch_builder import BatchBuilder, PaddedBatch
+from serving.batch_builder import BatchBuilder, PaddedBatch, sampling_rows
 
 COMPILE_THREADS = 2
 
@@ -135,20 +135,9 @@ class ModelRunner:
         rows = program.size
         logits = jax.ShapeDtypeStruct((rows, self._config.vocab_size), jnp.float32)
 
-        def row(dtype: type, *shape: int) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct((rows, *shape), dtype)
-
-        inputs = SamplingInputs(
-            temperature=row(jnp.float32),
-            top_k=row(jnp.int32),
-            top_p=row(jnp.float32),
-            min_p=row(jnp.float32),
-            seed=row(jnp.uint32, 2),
-            child=row(jnp.int32),
-            position=row(jnp.int32),
-        )
+        inputs = SamplingInputs(**vars(sampling_rows([], rows))) if program.draws else None
         jitted = jax.jit(functools.partial(sample, with_logprobs=program.with_logprobs))
-        return jitted.lower(logits, inputs if program.draws else None)
+        return jitted.lower(logits, inputs)
 
 
 def _step_batch(batch: PaddedBatch) -> StepBatch:

@@ -154,6 +154,6 @@ def _detokenizer(request: Request, tokenizer: Tokenizer | None) -> Detokenizer |
         tokenizer,
         request.prompt_token_ids,
         skip_special_tokens=params.skip_special_tokens,
-        stop=params.stop,
+        stop=params.stop_strings,
         include_stop_str_in_output=params.include_stop_str_in_output,
     )

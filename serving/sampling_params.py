@@ -72,6 +72,11 @@ class SamplingParams:
         object.__setattr__(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
 
     @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """`stop`, however it was given."""
+        return _strings(self.stop)
+
+    @property
     def greedy(self) -> bool:
         return self.temperature < GREEDY_BELOW
 

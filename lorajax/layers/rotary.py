@@ -43,10 +43,10 @@ def _llama3(plain: np.ndarray, rope: RopeConfig) -> np.ndarray:
 
 def _yarn(plain: np.ndarray, rope: RopeConfig, head_dim: int) -> np.ndarray:
     """Dimensions that turn more than `beta_fast` times are kept, below `beta_slow` stretched."""
-    assert rope.original_max_position_embeddings is not None
+    length = rope.original_max_position_embeddings
+    assert length is not None
 
     def dim_with_turns(turns: float) -> float:
-        length = rope.original_max_position_embeddings
         return head_dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
     low, high = dim_with_turns(rope.beta_fast), dim_with_turns(rope.beta_slow)

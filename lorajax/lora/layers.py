@@ -4,6 +4,8 @@ A wrapper is called like its base layer. The base keeps its weights, under `base
 changed; without `ctx.lora` a wrapper is its base and nothing more.
 """
 
+from typing import Any
+
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int32
@@ -17,7 +19,7 @@ from pallas_kernels import batched_lora, lora_expand
 _FIRST_LAYER = 0  # embedding and head stand once in the model: their slots have a single layer
 
 
-def _add_lora(x: Array, y, slots: LoRASlot, ctx: ForwardContext, layer: Array):
+def _add_lora(x: Array, y: Any, slots: LoRASlot, ctx: ForwardContext, layer: Array | None) -> Any:
     """y (one array, or one per member of a fused projection) plus each token's adapter update."""
     assert ctx.lora is not None
     arrays = slots.get_value()

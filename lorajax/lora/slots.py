@@ -15,9 +15,8 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Float, Int32
 
-from lorajax.arrays import AnyArray
 from lorajax.lora.targets import AdapterTarget
-from lorajax.lora.weights import AdapterWeights, LoRAModule
+from lorajax.lora.weights import AdapterWeights, AnyArray, LoRAModule
 from lorajax.pytree import pytree_dataclass
 
 RANK_MULTIPLE = 16  # ranks are padded to what a tensor core multiplies at once
@@ -134,7 +133,7 @@ def _pack_linear(members: dict[tuple[int, int], LoRAModule], rows: SlotArrays, x
     )
 
 
-def _padded(matrix: AnyArray | None, shape: tuple[int, int], dtype: jnp.dtype, xp: ModuleType) -> AnyArray:
+def _padded(matrix: AnyArray | None, shape: tuple[int, ...], dtype: jnp.dtype, xp: ModuleType) -> AnyArray:
     """The matrix in the upper left corner of zeros."""
     if matrix is None:
         return xp.zeros(shape, dtype)
