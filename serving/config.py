@@ -1,6 +1,7 @@
 """`EngineConfig`: every setting of the engine, validated once, before any memory is taken."""
 
 import dataclasses
+import typing
 from typing import Literal
 
 from lorajax.errors import ConfigError
@@ -12,6 +13,7 @@ PREFILL_BLOCK = 16
 tile of a tensor core, so a larger unit would only pad more."""
 
 
+@typing.no_type_check  # it checks its own fields, with errors for its users
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """Settings of the engine; the command line has a flag of the same name for each.

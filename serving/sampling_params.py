@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import typing
 from collections.abc import Mapping, Sequence
 
 from lorajax.errors import ConfigError
@@ -12,6 +13,7 @@ GREEDY_BELOW = 1e-5
 MAX_LOGPROBS = 20
 
 
+@typing.no_type_check  # it checks its own fields, with errors for its users
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
     """Settings of one request. Names and defaults are those of vLLM.
