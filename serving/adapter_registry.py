@@ -7,6 +7,7 @@ leaves only when it has no users. Thread-safe.
 """
 
 import dataclasses
+import itertools
 import re
 import threading
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from lorajax.errors import (
     AdapterExists,
     AdapterFormatError,
     AdapterNotFound,
+    RequestRejected,
 )
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\Z")
@@ -43,15 +45,16 @@ class AdapterRegistry:
         self._changed = threading.Condition()
         self._next_id = 1
         self._current: dict[str, RegisteredAdapter] = {}
-        self._by_id: dict[int, RegisteredAdapter] = {}
+        self._draining: dict[int, RegisteredAdapter] = {}
+        self._by_id: dict[int, RegisteredAdapter] = {}  # of both
 
     def check_name(self, name: object) -> str:
         """The name if it may be given to an adapter; AdapterFormatError otherwise."""
         if not isinstance(name, str) or not NAME.match(name):
             shown = repr(name) if len(repr(name)) <= 60 else repr(name)[:57] + "…"
             raise AdapterFormatError(
-                f"adapter name {shown}; allowed: 1 to 128 letters, digits, '.', '_' and '-', not starting with "
-                "a sign"
+                f"adapter name {shown}; allowed: 1 to 128 letters, digits, '.', '_' and '-', the first one a "
+                "letter or digit"
             )
         if name in self._reserved:
             raise AdapterFormatError(f"adapter name {name!r} is the base model's; allowed: any other")
@@ -73,26 +76,33 @@ class AdapterRegistry:
                 raise AdapterExists(
                     f"adapter {name!r} is loaded from another source; unload it, or use replace=True"
                 )
-            goes_at_once = old is not None and not old.users
-            if self._max is not None and len(self._by_id) - goes_at_once >= self._max:
+            going = {*self._draining.values()} | ({old} if old is not None else set())
+            num_staying = len(self._by_id) - sum(not entry.users for entry in going)
+            if self._max is not None and num_staying >= self._max:
                 raise AdapterCapacityError(
-                    f"{len(self._by_id)} adapters are loaded; allowed: max_cpu_loras = {self._max}"
+                    f"{num_staying} adapters are loaded; allowed: max_cpu_loras = {self._max}"
                 )
             assert self._next_id <= MAX_ADAPTER_ID, "adapter ids are used up"
             entry = RegisteredAdapter(name, self._next_id, payload)
             self._next_id += 1
             if old is not None:
-                old.draining = True
+                self._drain(old)
             self._current[name] = self._by_id[entry.adapter_id] = entry
             return entry
 
     def acquire(self, name: str, request_id: str) -> RegisteredAdapter:
-        """Resolve a name and count the request as a user, in one step. Raises AdapterNotFound."""
+        """Resolve a name and count the request as a user, in one step.
+
+        Raises AdapterNotFound, and RequestRejected for a request that is a user already: two requests
+        of one id would share a single release.
+        """
         with self._changed:
-            entry = self._current.get(name) if isinstance(name, str) else None
+            entry = self._current.get(name)
             if entry is None:
-                loaded = ", ".join(sorted(self._current)[:8]) or "none"
+                loaded = ", ".join(itertools.islice(self._current, 8)) or "none"
                 raise AdapterNotFound(f"no adapter named {name!r:.80}; loaded: {loaded}")
+            if request_id in entry.users:
+                raise RequestRejected(f"request id {request_id!r} is in use; allowed: a new one")
             entry.users.add(request_id)
             return entry
 
@@ -114,32 +124,42 @@ class AdapterRegistry:
             entry = self._current.pop(name, None)
             if entry is None:
                 raise AdapterNotFound(f"no adapter named {name!r:.80}")
-            entry.draining = True
+            self._drain(entry)
             return entry
+
+    def _drain(self, entry: RegisteredAdapter) -> None:
+        entry.draining = True
+        self._draining[entry.adapter_id] = entry
 
     def undo_draining(self, entry: RegisteredAdapter) -> None:
         """Take new requests again, unless the name was given to another version meanwhile."""
         with self._changed:
-            if entry.name not in self._current and entry.adapter_id in self._by_id:
+            if entry.name not in self._current and entry.adapter_id in self._draining:
+                del self._draining[entry.adapter_id]
                 entry.draining = False
                 self._current[entry.name] = entry
 
     def wait_drained(self, entry: RegisteredAdapter, timeout: float | None) -> None:
-        """Wait until a draining adapter has no users. Raises AdapterBusy after `timeout` seconds."""
+        """Wait until a draining adapter has no users.
+
+        After `timeout` seconds it takes new requests again, and AdapterBusy is raised.
+        """
         with self._changed:
             if not self._changed.wait_for(lambda: not entry.users, timeout):
+                self.undo_draining(entry)
                 raise AdapterBusy(f"{len(entry.users)} requests still run on adapter {entry.name!r}")
 
-    def remove(self, entry: RegisteredAdapter) -> None:
-        """Forget a drained adapter. It must have no users."""
-        with self._changed:
-            assert entry.draining and not entry.users
-            self._by_id.pop(entry.adapter_id, None)
-
     def drained(self) -> list[RegisteredAdapter]:
-        """Replaced versions that nobody uses any more."""
+        """Versions that were unloaded or replaced and that nobody uses any more."""
         with self._changed:
-            return [entry for entry in self._by_id.values() if entry.draining and not entry.users]
+            return [entry for entry in self._draining.values() if not entry.users]
+
+    def remove(self, entry: RegisteredAdapter) -> None:
+        """Forget a drained adapter; doing so again does nothing. It must have no users."""
+        with self._changed:
+            assert entry.draining and not entry.users, f"adapter {entry.name!r} is removed while in use"
+            self._draining.pop(entry.adapter_id, None)
+            self._by_id.pop(entry.adapter_id, None)
 
     def __iter__(self) -> Iterator[RegisteredAdapter]:
         with self._changed:
@@ -152,8 +172,10 @@ class AdapterRegistry:
     def check_invariants(self) -> None:
         with self._changed:
             for name, entry in self._current.items():
-                assert entry.name == name and not entry.draining
-                assert self._by_id[entry.adapter_id] is entry
+                assert entry.name == name
+                assert not entry.draining
+            versions = [*self._current.values(), *self._draining.values()]
+            assert {entry.adapter_id: entry for entry in versions} == self._by_id
+            assert len(versions) == len(self._by_id)
+            assert all(entry.draining for entry in self._draining.values())
             assert all(0 < adapter_id < self._next_id for adapter_id in self._by_id)
-            live = set(map(id, self._current.values()))
-            assert all(entry.draining for entry in self._by_id.values() if id(entry) not in live)

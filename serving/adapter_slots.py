@@ -6,6 +6,7 @@ Invariant: an adapter with users keeps its slot; a slot is given away only when 
 
 import dataclasses
 from collections import OrderedDict
+from collections.abc import Iterable
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -17,7 +18,11 @@ class SlotWrite:
 
 
 class AdapterSlots:
-    """Slots 1 … num_slots."""
+    """Slots 1 … num_slots.
+
+    An adapter marked with `keep` is not evicted, unless such adapters hold every slot: they then compete
+    as all others do, for else no other adapter could ever run.
+    """
 
     def __init__(self, num_slots: int):
         self.num_slots = num_slots
@@ -31,28 +36,39 @@ class AdapterSlots:
     def resident(self) -> set[int]:
         return set(self._slot_of)
 
+    @property
+    def idle(self) -> Iterable[int]:
+        """Resident adapters without users, least recently used first."""
+        return self._idle.keys()
+
     def is_resident(self, adapter_id: int) -> bool:
         return adapter_id in self._slot_of
 
-    @property
-    def num_available(self) -> int:
-        """Slots that could be given to an adapter that is not resident."""
-        return len(self._free) + sum(adapter not in self._kept for adapter in self._idle)
+    def slot_of(self, adapter_id: int) -> int | None:
+        return self._slot_of.get(adapter_id)
 
-    def can_pin(self, adapter_id: int) -> bool:
-        """Whether `pin` would succeed now."""
-        return adapter_id in self._slot_of or self.num_available > 0
+    def is_evictable(self, adapter_id: int) -> bool:
+        """Whether a resident adapter must give its slot to another as soon as it has no users."""
+        return adapter_id not in self._kept or self._kept.issuperset(self._slot_of)
+
+    @property
+    def can_take(self) -> bool:
+        """Whether an adapter that is not resident could have a slot now."""
+        return bool(self._free) or self._victim() is not None
 
     def pin(self, adapter_id: int) -> tuple[int, SlotWrite | None]:
-        """One user more. Returns the slot, and the write that must happen if it is newly given."""
-        write = None
-        if adapter_id not in self._slot_of:
+        """One user more. Returns the slot, and the write that must happen if it is newly given.
+
+        The adapter must be resident, or `can_take`.
+        """
+        slot, write = self._slot_of.get(adapter_id), None
+        if slot is None:
             slot = self._take_slot()
             self._slot_of[adapter_id] = slot
             write = SlotWrite(adapter_id, slot)
         self._idle.pop(adapter_id, None)
         self._users[adapter_id] = self._users.get(adapter_id, 0) + 1
-        return self._slot_of[adapter_id], write
+        return slot, write
 
     def unpin(self, adapter_id: int) -> None:
         """One user less; the adapter stays resident until its slot is needed."""
@@ -63,7 +79,7 @@ class AdapterSlots:
             self._idle[adapter_id] = None
 
     def keep(self, adapter_id: int) -> None:
-        """Never evict this adapter once it is resident."""
+        """Do not evict this adapter once it is resident. May be called from any thread."""
         self._kept.add(adapter_id)
 
     def drop(self, adapter_id: int) -> None:
@@ -74,17 +90,20 @@ class AdapterSlots:
             del self._idle[adapter_id]
             self._free.append(self._slot_of.pop(adapter_id))
 
+    def _victim(self) -> int | None:
+        return next(filter(self.is_evictable, self._idle), None)
+
     def _take_slot(self) -> int:
         if self._free:
             return self._free.pop()
-        victim = next((a for a in self._idle if a not in self._kept), None)
-        assert victim is not None, "pin without can_pin"
+        victim = self._victim()
+        assert victim is not None, "every slot is in use, or kept"
         del self._idle[victim]
         return self._slot_of.pop(victim)
 
     def check_invariants(self) -> None:
         slots = [*self._slot_of.values(), *self._free]
         assert sorted(slots) == list(range(1, self.num_slots + 1)), "every slot is free or has one adapter"
-        assert set(self._users) | set(self._idle) == set(self._slot_of)
-        assert not set(self._users) & set(self._idle)
+        assert self._users.keys() | self._idle.keys() == self._slot_of.keys()
+        assert not self._users.keys() & self._idle.keys()
         assert all(count > 0 for count in self._users.values())

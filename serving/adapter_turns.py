@@ -1,77 +1,137 @@
-"""Whose turn it is when more adapters want to run than `max_loras` allows.
+"""Which adapters have a place among the running ones, and whose turn it is when more want one.
 
-A request that is passed over because its adapter has no place is *deferred*. While others keep coming
-for the adapters that run, it could wait for ever; so after PATIENCE steps it is *overdue*, and for every
-overdue adapter the adapter that has run longest must leave: it takes no new requests, and its place goes to
-the overdue one. Without overdue requests nobody leaves, and admission is plain greedy.
+An adapter *has a place* while requests of it run: it counts towards `max_loras` and holds a slot. The base
+model (adapter 0) needs none. Whoever may start is started in the order of priority, then arrival; an adapter
+without a place is passed over, and those behind it go on.
 
-Bound. Let R be the most steps that a started request can need to end, and k the number of distinct
-adapters of the same or a more urgent priority whose requests were deferred before. A deferred request starts within
+So that nobody is passed over for ever: the first `max_loras` adapters in line for a place become *overdue*
+after `patience` steps. For each overdue adapter, the adapter that has had its place longest must leave: it
+starts no request that comes after the first overdue one, until its last running request gives the place away.
+While nobody is overdue, admission is plainly greedy.
 
-    PATIENCE + (k // max_loras + 2) * R    steps,
+Bound. Let C = prefill_block * ((max_num_batched_tokens - max_num_seqs) // prefill_block), the prompt tokens
+that every step can compute, and
 
-whatever arrives behind it: at PATIENCE it is overdue; adapters leave in their order of entry, so each
-of the max_loras places is freed within R steps and given to the overdue adapters in order of arrival, max_loras
-of them per R steps; and a seat (max_num_seqs) is free within another R steps, for which the request comes
-first. More urgent priorities go before, as they must.
+    R = max_num_seqs * ceil(max_model_len / C) + max_model_len
+
+the steps in which all running requests end. A request that has F live requests before it in the order of
+priority and arrival starts within
+
+    (F + 1) * (patience + 3 * R)    steps,
+
+whatever comes after it. For the first in the order (F = 0): it is overdue after `patience` steps; the
+adapter that leaves for it starts nothing more, since everything comes after the first, and gives up its
+place within R steps; if pages, seats or prompt tokens are short then, nobody else is started, and within
+another R steps all that runs has ended. Once started it is never preempted, and ends within a third R.
+Then the next one is first. This is the worst case, in which each request needs the whole page pool. Where
+seats and pages suffice and all that came before it has started, it starts within patience + R steps.
 """
 
-from collections.abc import Collection
+from collections.abc import Iterator
 
-from serving.request import Request
+from serving.adapter_slots import AdapterSlots, SlotWrite
+from serving.request import Order, Request, order_of
+from serving.waiting_queue import WaitingQueue
 
-PATIENCE = 32
-"""Steps for which a deferred request lets the running adapters go on: about the length of a short answer."""
+PATIENCE = 64
+"""Steps for which running adapters may go on while others wait: about the length of an answer."""
 
 
 class AdapterTurns:
-    """Decides which running adapters take no new requests."""
+    """Places of adapters. max_places: at most so many at once; 0: as many as there are slots."""
 
-    def __init__(self) -> None:
+    def __init__(self, slots: AdapterSlots, *, max_places: int, patience: int = PATIENCE):
+        self._slots, self._patience = slots, patience
+        self._max_places = max_places or slots.num_slots
+        self._num_running: dict[int, int] = {}  # adapters with a place, the first to leave first
         self._step = 0
-        self._entered: dict[int, int] = {}  # running adapter -> step of its entry, in that order
+        self._in_line_since: dict[int, int] = {}
         self._leaving: set[int] = set()
-        self._overdue: list[int] = []
-        self._num_deferred = 0
+        self._overdue: Order | None = None
 
-    def next_step(self, waiting: Collection[Request], num_free_places: int) -> None:
-        """Begin a step: find overdue adapters, and choose as many running ones to leave."""
+    @property
+    def placed(self) -> dict[int, int]:
+        """Adapters that have a place, with how many of their requests run."""
+        return dict(self._num_running)
+
+    @property
+    def leaving(self) -> set[int]:
+        """Adapters that start no request behind the first overdue one."""
+        return set(self._leaving)
+
+    def next_step(self, waiting: WaitingQueue) -> None:
+        """Begin a step: see who stands in line for a place, and who must leave for those overdue."""
         self._step += 1
         self._leaving.clear()
-        self._overdue = []
-        if not self._num_deferred:
+        self._overdue = None
+        if len(waiting.heads) == 0 or self._can_enter():
+            self._in_line_since.clear()
             return
-        deferred = [r for r in waiting if r.first_deferred_step is not None]
-        self._num_deferred = len(deferred)
-        for request in deferred:
-            due = request.first_deferred_step + PATIENCE <= self._step
-            if due and request.adapter_id not in self._entered and request.adapter_id not in self._overdue:
-                self._overdue.append(request.adapter_id)
-        short = len(self._overdue) - num_free_places
-        self._leaving.update(list(self._entered)[: max(short, 0)])
+        since = self._in_line_since
+        line = list(self._line(waiting))
+        self._in_line_since = {r.adapter_id: since.get(r.adapter_id, self._step) for r in line}
+        overdue = [r for r in line if self._in_line_since[r.adapter_id] + self._patience <= self._step]
+        if overdue:
+            self._overdue = order_of(overdue[0])
+            evictable = [a for a in self._num_running if self._slots.is_evictable(a)]
+            self._leaving.update(evictable[: len(overdue)])
 
-    def defer(self, request: Request) -> None:
-        """The request was passed over for want of a place."""
-        if request.first_deferred_step is None:
-            request.first_deferred_step = self._step
-            self._num_deferred += 1
+    def first_to_start(self, waiting: WaitingQueue) -> Request | None:
+        """The first waiting request, in order, that needs no place, has one or can have one."""
+        heads = [waiting.head(0)]
+        heads += [self._acceptable(waiting.head(adapter_id)) for adapter_id in self._num_running]
+        if len(self._num_running) < self._max_places:
+            heads += map(waiting.head, self._slots.idle)
+            if self._slots.can_take:
+                heads.append(next(self._line(waiting), None))
+        return min((head for head in heads if head is not None), key=order_of, default=None)
 
-    def is_leaving(self, adapter_id: int) -> bool:
-        return adapter_id in self._leaving
+    def start(self, request: Request) -> SlotWrite | None:
+        """Count a request that starts, and give it its adapter's slot."""
+        adapter_id = request.adapter_id
+        if not adapter_id:
+            return None
+        request.slot, write = self._slots.pin(adapter_id)
+        num_running = self._num_running.get(adapter_id, 0)
+        if adapter_id in self._leaving:
+            # it still had a request before the overdue one: let another leave first
+            self._leaving.remove(adapter_id)
+            del self._num_running[adapter_id]
+        self._num_running[adapter_id] = num_running + 1
+        return write
 
-    def may_enter(self, request: Request, num_free_places: int) -> bool:
-        """Whether a free place is this request's: overdue adapters come first."""
-        ahead = [a for a in self._overdue if a != request.adapter_id]
-        if request.adapter_id in self._overdue:
-            ahead = self._overdue[: self._overdue.index(request.adapter_id)]
-        return len(ahead) < num_free_places
+    def stop(self, request: Request) -> None:
+        """A running request ended, or was preempted."""
+        adapter_id = request.adapter_id
+        if not adapter_id:
+            return
+        request.slot = 0
+        self._slots.unpin(adapter_id)
+        self._num_running[adapter_id] -= 1
+        if not self._num_running[adapter_id]:
+            del self._num_running[adapter_id]
 
-    def entered(self, adapter_id: int) -> None:
-        """The first request of the adapter started."""
-        self._entered[adapter_id] = self._step
-        if adapter_id in self._overdue:
-            self._overdue.remove(adapter_id)
+    def _can_enter(self) -> bool:
+        """Whether an adapter that is not resident could have a place now."""
+        return len(self._num_running) < self._max_places and self._slots.can_take
 
-    def left(self, adapter_id: int) -> None:
-        """The last running request of the adapter ended."""
-        self._entered.pop(adapter_id, None)
+    def _acceptable(self, head: Request | None) -> Request | None:
+        """The head of a placed adapter's line, unless the adapter leaves for one that comes before it."""
+        if head is not None and self._overdue is not None and head.adapter_id in self._leaving:
+            return head if order_of(head) < self._overdue else None
+        return head
+
+    def _line(self, waiting: WaitingQueue) -> Iterator[Request]:
+        """The first requests of adapters that lack a place, as many as there are places."""
+        residents_enter = len(self._num_running) < self._max_places
+        num_places = self._max_places
+        for _, head in waiting.heads:
+            adapter_id = head.adapter_id
+            if not adapter_id or adapter_id in self._num_running:
+                continue
+            if residents_enter and self._slots.is_resident(adapter_id):
+                continue
+            yield head
+            num_places -= 1
+            if not num_places:
+                return

@@ -23,7 +23,7 @@ def namespace_keys(adapter_id: int, cache_salt: str | None) -> NamespaceKeys:
     if adapter_id != 0:
         keys.append(b"adapter:" + struct.pack("<i", adapter_id))
     if cache_salt is not None:
-        keys.append(b"salt:" + cache_salt.encode())
+        keys.append(b"salt:" + cache_salt.encode(errors="surrogatepass"))
     return tuple(keys)
 
 

@@ -67,7 +67,7 @@ class KvEventStream:
         for number, callback in list(self._subscribers.items()):
             try:
                 callback(event)
-            except Exception:  # noqa: BLE001 - another's code, which may raise anything
+            except Exception:  # another's code, which may raise anything
                 logger.exception("a subscriber of KV events failed and is unsubscribed")
                 self._subscribers.pop(number, None)
 

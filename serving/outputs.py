@@ -107,3 +107,12 @@ class EngineStats:
     num_adapters: int
     num_resident_adapters: int
     num_compilations: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScoreOutput:
+    """Log-probabilities (natural) of a completion's tokens under the model, given the prompt before them."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    cumulative_logprob: float

@@ -3,7 +3,10 @@
 import dataclasses
 import enum
 
+from serving.block_hash import NamespaceKeys
 from serving.sampling_params import SamplingParams
+
+Order = tuple[int, int]
 
 
 class RequestStatus(enum.Enum):
@@ -32,8 +35,10 @@ class Request:
         num_cached_tokens <= num_computed_tokens <= num_tokens; KV exists for the computed ones.
 
     request_id: unique among live requests. group_id: of the request as the user made it, shared by
-    its n children. leader: the first child, whose prompt pages the others reuse; None for itself.
-    eos_token_ids: ids that end it; empty with ignore_eos. seed: 64 bits, fixed at creation.
+    its n children. leader: the first child, with the same prompt, adapter and salt, whose prompt pages the
+    others reuse; None for itself. priority: lower runs earlier. max_tokens: 0 computes the prompt and
+    samples nothing. eos_token_ids: ids that end it; empty with ignore_eos. seed: 64 bits, fixed at
+    creation. deadline: in the scheduler's clock, seconds.
     """
 
     request_id: str
@@ -51,7 +56,10 @@ class Request:
     seed: int = 0
     deadline: float | None = None
 
+    # from here on: the scheduler's
     arrival: int = -1
+    namespace_keys: NamespaceKeys = ()
+    end_token_ids: frozenset[int] = frozenset()
     status: RequestStatus = RequestStatus.WAITING
     output_token_ids: list[int] = dataclasses.field(default_factory=list)
     num_computed_tokens: int = 0
@@ -60,7 +68,6 @@ class Request:
     block_hashes: list[bytes] = dataclasses.field(default_factory=list)
     slot: int = 0
     num_preemptions: int = 0
-    first_deferred_step: int | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
 
@@ -78,7 +85,7 @@ class Request:
 
     @property
     def prompt_computed(self) -> bool:
-        """Whether the KV of the whole prompt exists (but for its last token, which logits need)."""
+        """Whether the KV of the whole prompt exists."""
         return self.num_computed_tokens >= self.num_prompt_tokens
 
     def token_ids(self, start: int, end: int) -> list[int]:
@@ -89,3 +96,8 @@ class Request:
         if start >= prompt:
             return self.output_token_ids[start - prompt : end - prompt]
         return self.prompt_token_ids[start:] + self.output_token_ids[: end - prompt]
+
+
+def order_of(request: Request) -> Order:
+    """Place among live requests: priority, then arrival. The first is never preempted."""
+    return request.priority, request.arrival

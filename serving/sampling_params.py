@@ -3,7 +3,9 @@
 import dataclasses
 import math
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from numbers import Integral, Real
+from typing import Any
 
 from lorajax.errors import ConfigError
 
@@ -11,6 +13,7 @@ GREEDY_BELOW = 1e-5
 """Temperatures under this are greedy: dividing by them overflows and draws the best token anyway."""
 
 MAX_LOGPROBS = 20
+MAX_COMPLETIONS = 64
 
 
 @typing.no_type_check  # it checks its own fields, with errors for its users
@@ -24,6 +27,8 @@ class SamplingParams:
     include_stop_str_in_output). stop_token_ids: as EOS, but not switched off by ignore_eos.
     logprobs: log-probabilities of the chosen token and of so many best ones (0 to 20), of the raw
     logits.
+    prompt_logprobs: the same of every prompt token. max_tokens 0 computes the prompt alone, so it needs
+    prompt_logprobs. Numbers may be numpy's; lists become tuples.
     Raises ConfigError, naming field, value and what is allowed.
     """
 
@@ -50,70 +55,96 @@ class SamplingParams:
     structured_output: object | None = None
 
     def __post_init__(self) -> None:
-        _integer(self, "n", 1, 64)
-        _number(self, "temperature", 0.0, math.inf)
+        _integer(self, "n", 1, MAX_COMPLETIONS)
+        _number(self, "temperature", 0.0)
         _number(self, "top_p", 0.0, 1.0, exclusive=True)
         _integer(self, "top_k", -1)
         _number(self, "min_p", 0.0, 1.0)
         _integer(self, "seed", -(2**63), 2**64 - 1, optional=True)
-        _integer(self, "max_tokens", 1, optional=True)
+        _integer(self, "max_tokens", 0, optional=True)
         _integer(self, "min_tokens", 0)
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise ConfigError(
-                f"min_tokens is {self.min_tokens}; allowed: at most max_tokens = {self.max_tokens}"
-            )
         _integer(self, "logprobs", 0, MAX_LOGPROBS, optional=True)
         _integer(self, "prompt_logprobs", 0, MAX_LOGPROBS, optional=True)
         _number(self, "presence_penalty", -2.0, 2.0)
         _number(self, "frequency_penalty", -2.0, 2.0)
-        _number(self, "repetition_penalty", 0.0, math.inf, exclusive=True)
+        _number(self, "repetition_penalty", 0.0, exclusive=True)
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; allowed: True, False")
-        object.__setattr__(self, "stop", _strings(self.stop))
-        object.__setattr__(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
-
-    @property
-    def stop_strings(self) -> tuple[str, ...]:
-        """`stop`, however it was given."""
-        return _strings(self.stop)
+        _strings(self, "stop")
+        _token_ids(self, "stop_token_ids", at_least=0)
+        if self.allowed_token_ids is not None:
+            _token_ids(self, "allowed_token_ids", at_least=1)
+        if self.logit_bias is not None:
+            _bias(self, "logit_bias")
+        if self.max_tokens == 0 and self.prompt_logprobs is None:
+            raise ConfigError("max_tokens is 0; allowed: 1 or more, or 0 together with prompt_logprobs")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ConfigError(
+                f"min_tokens is {self.min_tokens}; allowed: at most max_tokens = {self.max_tokens}"
+            )
 
     @property
     def greedy(self) -> bool:
         return self.temperature < GREEDY_BELOW
 
 
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+
+
 def _integer(
     params: SamplingParams, name: str, low: int, high: int | None = None, *, optional: bool = False
 ) -> None:
-    value = getattr(params, name)
-    if value is None and optional:
+    if optional and getattr(params, name) is None:
         return
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    if not whole or value < low or (high is not None and value > high):
+    value: Any = getattr(params, name)
+    if not _is_integer(value) or value < low or (high is not None and value > high):
         limit = f"at least {low}" if high is None else f"from {low} to {high}"
         none = " or None" if optional else ""
         raise ConfigError(f"{name} is {value!r}; allowed: a whole number {limit}{none}")
+    object.__setattr__(params, name, int(value))
 
 
-def _number(params: SamplingParams, name: str, low: float, high: float, *, exclusive: bool = False) -> None:
-    value = getattr(params, name)
-    number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if not number or value < low or value > high or (exclusive and value == low):
+def _number(
+    params: SamplingParams, name: str, low: float, high: float = math.inf, *, exclusive: bool = False
+) -> None:
+    value: Any = getattr(params, name)
+    if not _is_finite(value) or value < low or value > high or (exclusive and value == low):
         above = f"above {low:g}" if exclusive else f"from {low:g}"
         limit = f"{above} on" if high == math.inf else f"{above} to {high:g}"
         raise ConfigError(f"{name} is {value!r}; allowed: a finite number {limit}")
+    object.__setattr__(params, name, float(value))
 
 
-def _strings(stop: object) -> tuple[str, ...]:
-    strings = () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)  # pyright: ignore[reportArgumentType]
+def _strings(params: SamplingParams, name: str) -> None:
+    value: Any = getattr(params, name)
+    strings = [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
     if not all(isinstance(string, str) and string for string in strings):
-        raise ConfigError(f"stop is {stop!r}; allowed: a non-empty string, or several")
-    return strings
+        raise ConfigError(f"{name} is {value!r:.80}; allowed: a non-empty string, or a list of them")
+    object.__setattr__(params, name, tuple(strings))
 
 
-def _token_ids(name: str, ids: object) -> tuple[int, ...]:
-    values = () if ids is None else tuple(ids)  # pyright: ignore[reportArgumentType]
-    if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in values):
-        raise ConfigError(f"{name} is {ids!r}; allowed: token ids")
-    return values
+def _token_ids(params: SamplingParams, name: str, *, at_least: int) -> None:
+    value: Any = getattr(params, name)
+    ids = [] if value is None else list(value) if isinstance(value, Iterable) else [value]
+    wrong = not isinstance(value, Iterable | None) or len(ids) < at_least
+    if wrong or not all(_is_integer(token_id) and token_id >= 0 for token_id in ids):
+        count = "one or more" if at_least else "any number of"
+        raise ConfigError(f"{name} is {value!r:.80}; allowed: {count} token ids, whole numbers from 0 on")
+    object.__setattr__(params, name, tuple(map(int, ids)))
+
+
+def _bias(params: SamplingParams, name: str) -> None:
+    value: Any = getattr(params, name)
+    pairs: list[tuple[Any, Any]] = list(value.items()) if isinstance(value, Mapping) else [(-1, 0.0)]
+    if not all(_is_integer(token_id) and token_id >= 0 and _is_finite(bias) for token_id, bias in pairs):
+        raise ConfigError(
+            f"{name} is {value!r:.80}; allowed: a mapping of token ids, whole numbers from 0 on, to finite "
+            "numbers"
+        )
+    object.__setattr__(params, name, {int(token_id): float(bias) for token_id, bias in pairs})
