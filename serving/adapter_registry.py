@@ -124,7 +124,7 @@ class AdapterRegistry:
                 entry.draining = False
                 self._current[entry.name] = entry
 
-    def wait_drained(self, entry: RegisteredAdapter, timeout: float | None) -> None:
+    def wait_drained(self, entry: RegisteredAdapter, timeout: int | float | None) -> None:
         """Wait until a draining adapter has no users. Raises AdapterBusy after `timeout` seconds."""
         with self._changed:
             if not self._changed.wait_for(lambda: not entry.users, timeout):

@@ -12,6 +12,7 @@ Every page of a chain carries the keys, not only the first: a chain may begin at
 import struct
 from collections.abc import Sequence
 
+import numpy as np
 import xxhash
 
 NamespaceKeys = tuple[bytes, ...]
@@ -29,12 +30,13 @@ def namespace_keys(adapter_id: int, cache_salt: str | None) -> NamespaceKeys:
 
 def block_hash(parent: bytes, token_ids: Sequence[int], keys: NamespaceKeys) -> bytes:
     """The hash (16 bytes) of a full page after `parent` (empty for a sequence's first page)."""
-    count = len(token_ids)
-    stream = struct.pack(f"<I{len(parent)}sI{count}i", len(parent), parent, count, *token_ids)
+    tokens = np.asarray(token_ids, "<i4")
+    stream = [struct.pack("<I", len(parent)), parent, struct.pack("<I", len(tokens)), tokens.tobytes()]
     if keys:
-        framed = [struct.pack(f"<I{len(key)}s", len(key), key) for key in keys]
-        stream = b"".join([stream, struct.pack("<I", len(keys)), *framed])
-    return xxhash.xxh3_128_digest(stream)
+        stream.append(struct.pack("<I", len(keys)))
+        for key in keys:
+            stream += [struct.pack("<I", len(key)), key]
+    return xxhash.xxh3_128_digest(b"".join(stream))
 
 
 def extend_chain(hashes: list[bytes], token_ids: Sequence[int], page_size: int, keys: NamespaceKeys) -> None:

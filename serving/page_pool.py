@@ -5,7 +5,6 @@ content kept, evicted least recently used first), or free (count 0, no content w
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable
 
 
 class PagePool:
@@ -26,13 +25,7 @@ class PagePool:
     def num_cached(self) -> int:
         return len(self._cached)
 
-    @property
-    def cached_pages(self) -> Iterable[int]:
-        """Pages that are cached without a user, the next to be evicted first."""
-        return self._cached.keys()
-
     def count(self, page_id: int) -> int:
-        """How many users a page has."""
         return self._counts[page_id]
 
     def allocate(self) -> tuple[int, bool]:
@@ -70,6 +63,8 @@ class PagePool:
             self._free.append(page_id)
 
     def check_invariants(self) -> None:
-        used = [page for page, count in enumerate(self._counts) if count > 0]
-        assert all(count >= 0 for count in self._counts)
-        assert sorted([*self._free, *self._cached, *used]) == list(range(self.num_pages))
+        free, cached = set(self._free), set(self._cached)
+        used = {page for page, count in enumerate(self._counts) if count > 0}
+        assert len(free) == len(self._free) and min(self._counts, default=0) >= 0
+        assert not free & cached and not free & used and not cached & used
+        assert len(free) + len(cached) + len(used) == self.num_pages
