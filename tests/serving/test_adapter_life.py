@@ -262,7 +262,7 @@ def test_limits(llm):
             for path, module in weights.modules.items()
         }
     )
-    with pytest.raises(AdapterCapacityError, match="24.*16"):
+    with pytest.raises(AdapterCapacityError, match=r"24.*16"):
         llm.load_adapter("wide", tripled)
 
 
