@@ -34,7 +34,8 @@ def paged_attention(
     kv_heads, blocks = k_pages.shape[-2], block_seq.shape[0]
     if q_heads % kv_heads or tokens % blocks:
         raise ValueError(
-            f"q has {q_heads} heads and {tokens} tokens; allowed: multiples of {kv_heads} kv heads and {blocks} blocks"
+            f"q has {q_heads} heads and {tokens} tokens; allowed: multiples of {kv_heads} kv heads and "
+            f"{blocks} blocks"
         )
     if layer is None:
         k_pages, v_pages, layer = k_pages[None], v_pages[None], jnp.int32(0)
