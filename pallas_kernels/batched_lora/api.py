@@ -11,6 +11,7 @@ The intermediate of width rank, and all sums, are float32.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -75,7 +76,7 @@ def batched_lora(
     operands = x, a, tuple(factors), slot, scale, members, rank, layer
     refused = pallas_triton.why_refused(x.shape[0], slot.shape[0], factors[0].shape[-2])
     chosen = choose(implementation, refused)
-    out = differentiable(_RUN[chosen], *operands)
+    out: Any = differentiable(_RUN[chosen], *operands)
     return out if isinstance(y, tuple) else out[0]
 
 
@@ -92,7 +93,7 @@ def _stacked(
     """Arrays and rank with a layers axis, and the index into it; without a rank, all columns count."""
     if layer is None:
         arrays = tuple(array[None] for array in arrays)
-        rank, layer = None if rank is None else rank[None], jnp.int32(0)
+        rank = None if rank is None else rank[None]
     if rank is None:
         rank = jnp.full(arrays[0].shape[:2], width, jnp.int32)
-    return arrays, rank, layer
+    return arrays, rank, jnp.int32(0) if layer is None else layer

@@ -60,7 +60,7 @@ def batched_lora(
             added.append(jax.lax.dynamic_update_slice_in_dim(out, new, start, axis=0))
         return tuple(added)
 
-    return jax.lax.fori_loop(0, chunks.count, add_chunk, y)
+    return jax.lax.fori_loop(0, chunks.number, add_chunk, y)
 
 
 def _adapter(stack: jax.Array, layer: Int32[Array, ""], slot: Int32[Array, ""]) -> jax.Array:

@@ -167,7 +167,7 @@ def test_gradients_are_those_of_the_reference(implementation):
 def test_chunks_cover_every_adapter_block_once(slots, longest):
     chunks = find_chunks(jnp.asarray(slots, jnp.int32), longest)
     covered = []
-    for i in range(int(chunks.count)):
+    for i in range(int(chunks.number)):
         first, length = int(chunks.first[i]), int(chunks.length[i])
         assert 1 <= length <= longest
         assert set(slots[first : first + length]) == {int(chunks.slot[i])}
