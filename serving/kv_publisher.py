@@ -99,7 +99,7 @@ class KvEventPublisher:
             open_ = None not in events
             batch = [wire_form(event) for event in events if event is not None]
             if batch:
-                payload = msgpack.packb([time.time(), batch, 0])
+                payload = msgpack.Packer().pack([time.time(), batch, 0])
                 self._socket.send_multipart([self._topic, number.to_bytes(8, "big"), payload])
                 self._sent.append((number, payload))
                 number += 1

@@ -41,17 +41,17 @@ def subscriber(context, endpoint, topic=b""):
 
 def replayed(context, publisher, first):
     """Messages from number `first` on, as the replay socket gives them."""
-    request = context.socket(zmq.DEALER)
-    request.setsockopt(zmq.RCVTIMEO, 5000)
-    request.connect(publisher.replay_endpoint)
-    request.send_multipart([b"", first.to_bytes(8, "big")])
     messages = []
-    while True:
-        _, sequence, payload = request.recv_multipart()
-        if sequence == END_OF_REPLAY:
-            assert payload == b""
-            return messages
-        messages.append((int.from_bytes(sequence, "big"), payload))
+    with context.socket(zmq.DEALER) as request:
+        request.setsockopt(zmq.RCVTIMEO, 5000)
+        request.connect(publisher.replay_endpoint)
+        request.send_multipart([b"", first.to_bytes(8, "big")])
+        while True:
+            _, sequence, payload = request.recv_multipart()
+            if sequence == END_OF_REPLAY:
+                assert payload == b""
+                return messages
+            messages.append((int.from_bytes(sequence, "big"), payload))
 
 
 def test_messages_in_order_and_replay_of_missed_ones():
