@@ -62,6 +62,8 @@ class AdapterLoader:
     ) -> AdapterStatus:
         """See `LLM.load_adapter`."""
         self.registry.check_name(name)
+        if pinned:
+            self._check_pins()
         source = _canonical(source)
         with self._one_at_a_time(name):
             old = self.registry.find(name)
@@ -71,7 +73,7 @@ class AdapterLoader:
                 self.registry.register(name, None)  # raises AdapterExists
             return self._register(name, self._read(name, source), source, pinned=pinned, replace=replace)
 
-    def blend(self, name: str, weights: Mapping[str, float]) -> AdapterStatus:
+    def blend(self, name: str, weights: Mapping[str, int | float]) -> AdapterStatus:
         """See `LLM.blend_adapters`."""
         self.registry.check_name(name)
         parts = []
@@ -87,7 +89,7 @@ class AdapterLoader:
             return self._register(name, blended, source, pinned=False, replace=False)
 
     def unload(
-        self, name: str, on_engine: Callable[[Callable[[], Any]], Any], *, timeout: float | None
+        self, name: str, on_engine: Callable[[Callable[[], Any]], Any], *, timeout: int | float | None
     ) -> int:
         """See `LLM.unload_adapter`. on_engine: runs a function on the engine's thread."""
         entry = self.registry.start_draining(name)
@@ -136,6 +138,14 @@ class AdapterLoader:
             )
         except (AdapterFormatError, AdapterCapacityError) as error:
             raise type(error)(f"adapter {name!r}: {error}") from error
+
+    def _check_pins(self) -> None:
+        """One slot at least must be left for the adapters that are not pinned."""
+        pinned = sum(entry.payload.pinned for entry in self.registry if not entry.draining)
+        if pinned >= self._config.max_loras - 1:
+            raise AdapterCapacityError(
+                f"{pinned} adapters are pinned; allowed: max_loras - 1 = {self._config.max_loras - 1}"
+            )
 
     def _check_capacity(self, weights: AdapterWeights) -> None:
         if weights.rank > self._config.max_lora_rank:

@@ -139,7 +139,7 @@ class AdapterRegistry:
                 entry.draining = False
                 self._current[entry.name] = entry
 
-    def wait_drained(self, entry: RegisteredAdapter, timeout: float | None) -> None:
+    def wait_drained(self, entry: RegisteredAdapter, timeout: int | float | None) -> None:
         """Wait until a draining adapter has no users.
 
         After `timeout` seconds it takes new requests again, and AdapterBusy is raised.

@@ -35,7 +35,9 @@ class EngineConfig:
     lora_target_modules: linears that adapters may touch ("q_proj", "lm_head", …); None allows all.
     tensor_parallel_size: devices that share the model.
     lora_row_parallel: how row-parallel linears combine their LoRA updates across devices.
-    kv_events: publish what enters and leaves the prefix cache.
+    kv_events: publish what enters and leaves the prefix cache, to subscribers in this process.
+    kv_events_endpoint: ZeroMQ address on which they are published too ("tcp://127.0.0.1:5557"); needs
+        kv_events and the extra [events].
     max_queue: most requests waiting; one more is refused.
     seed: 0 gives requests that bring no seed fresh entropy; another number makes their draws repeat
         from run to run, in order of arrival.
@@ -59,6 +61,7 @@ class EngineConfig:
     tensor_parallel_size: int = 1
     lora_row_parallel: Literal["fused", "reduce_rank"] = "fused"
     kv_events: bool = False
+    kv_events_endpoint: str | None = None
     max_queue: int = 4096
     seed: int = 0
     warmup: bool = True
@@ -99,6 +102,12 @@ class EngineConfig:
                 f"lora_target_modules is {targets!r}; allowed: a tuple of module names, or None"
             )
         _check_integer("tensor_parallel_size", self.tensor_parallel_size, at_least=1)
+        endpoint = self.kv_events_endpoint
+        if endpoint is not None and not (isinstance(endpoint, str) and "://" in endpoint and self.kv_events):
+            raise ConfigError(
+                f"kv_events_endpoint is {endpoint!r}; allowed: an address like 'tcp://127.0.0.1:5557', with "
+                "kv_events=True, or None"
+            )
         _check_integer("max_queue", self.max_queue, at_least=1)
         _check_integer("seed", self.seed, at_least=0)
 

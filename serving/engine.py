@@ -9,6 +9,7 @@ import dataclasses
 import numbers
 import secrets
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -51,6 +52,7 @@ class LLMEngine:
         scheduler: Scheduler,
         adapters: AdapterLoader,
         events: KvEventStream,
+        publisher: Any = None,
         tokenizer: Tokenizer | None,
         vocab_size: int,
         eos_token_ids: tuple[int, ...],
@@ -59,6 +61,7 @@ class LLMEngine:
         self.config, self.adapters, self.tokenizer = config, adapters, tokenizer
         self._runner, self._builder, self._scheduler, self._events = runner, builder, scheduler, events
         self._vocab_size, self._eos, self._max_model_len = vocab_size, eos_token_ids, max_model_len
+        self._publisher = publisher
         self._compilations = CompilationCounter()
         self._seeds = np.random.default_rng(config.seed) if config.seed else None
         self._outputs: dict[str, OutputBuilder] = {}
@@ -274,7 +277,9 @@ class LLMEngine:
         assert not any(entry.users for entry in self.adapters.registry)
 
     def close(self) -> None:
-        """Let go of the device's memory."""
+        """Let go of the device's memory, and end the publishing of events."""
+        if self._publisher is not None:
+            self._publisher.close()
         self._runner.close()
 
 

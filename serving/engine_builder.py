@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -66,6 +67,7 @@ def build_engine(
     )
     runner = ModelRunner(model, builder, kv_dtype=dtype)
     events = KvEventStream()
+    publisher = _publisher(config, events)
     pool = PagePool(num_pages)
     cache = PrefixCache(pool, config.page_size, events, enabled=config.enable_prefix_caching)
     slots = AdapterSlots(config.max_loras)
@@ -102,11 +104,25 @@ def build_engine(
         scheduler=scheduler,
         adapters=adapters,
         events=events,
+        publisher=publisher,
         tokenizer=tokenizer,
         vocab_size=checkpoint.config.vocab_size,
         eos_token_ids=tuple(dict.fromkeys((*checkpoint.config.eos_token_ids, *declared))),
         max_model_len=max_model_len,
     )
+
+
+def _publisher(config: EngineConfig, events: KvEventStream) -> Any:
+    """A subscriber that sends every event over ZeroMQ, if one is configured."""
+    if config.kv_events_endpoint is None:
+        return None
+    try:
+        from serving.kv_publisher import KvEventPublisher  # the extra [events]
+    except ImportError as error:
+        raise ConfigError(f"kv_events_endpoint needs `pip install lorajax[events]` ({error})") from error
+    publisher = KvEventPublisher(config.kv_events_endpoint)
+    events.subscribe(publisher.publish)
+    return publisher
 
 
 def use_compilation_cache(folder: str) -> None:

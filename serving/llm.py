@@ -177,14 +177,14 @@ class LLM:
         """
         return self._engine.adapters.load(name, source, pinned=pinned, replace=replace)
 
-    def unload_adapter(self, name: str, *, timeout: float | None = None) -> int:
+    def unload_adapter(self, name: str, *, timeout: int | float | None = None) -> int:
         """Refuse new requests at once, wait for running ones, free all that the adapter holds.
 
         timeout: seconds to wait, then AdapterBusy. Returns how many requests it waited for.
         """
         return self._engine.adapters.unload(name, self._loop.call, timeout=timeout)
 
-    def blend_adapters(self, name: str, weights: Mapping[str, float]) -> AdapterStatus:
+    def blend_adapters(self, name: str, weights: Mapping[str, int | float]) -> AdapterStatus:
         """Register the exact weighted sum of loaded adapters (their ranks add up) as `name`."""
         return self._engine.adapters.blend(name, weights)
 

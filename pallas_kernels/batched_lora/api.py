@@ -10,11 +10,16 @@ Shapes, here and in every implementation:
 The intermediate of width rank, and all sums, are float32.
 """
 
+import functools
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from pallas_kernels.batched_lora import reference, xla
+from pallas_kernels.batched_lora import pallas_triton, reference, xla
+from pallas_kernels.batched_lora.gradient import differentiable
+from pallas_kernels.implementation import choose
 
 
 def lora_shrink(
@@ -55,10 +60,12 @@ def batched_lora(
     *,
     rank: Int32[Array, "*layers slots"] | None = None,
     layer: Int32[Array, ""] | None = None,
+    implementation: str | None = None,
 ) -> jax.Array | tuple[jax.Array, ...]:
     """y + scale · ((x · A) · B) of each token's slot, for one output or for a fused projection's several.
 
     Differentiable with respect to x, a, b, scale and y.
+    implementation: by default the fastest for the device and the shapes; see `pallas_kernels.implementation`.
     """
     members = y if isinstance(y, tuple) else (y,)
     factors = b if isinstance(b, tuple) else (b,)
@@ -66,8 +73,18 @@ def batched_lora(
     (a, scale, *factors), rank, layer = _stacked(
         (a, scale, *factors), rank, layer, width=factors[0].shape[-2]
     )
-    out = xla.batched_lora(x, a, tuple(factors), slot, scale, members, rank, layer)
+    operands = x, a, tuple(factors), slot, scale, members, rank, layer
+    refused = pallas_triton.why_refused(x.shape[0], slot.shape[0], factors[0].shape[-2])
+    chosen = choose(implementation, refused)
+    out: Any = differentiable(_RUN[chosen], *operands)
     return out if isinstance(y, tuple) else out[0]
+
+
+_RUN = {
+    "xla": xla.batched_lora,
+    "triton": functools.partial(pallas_triton.batched_lora, interpret=False),
+    "triton-interpret": functools.partial(pallas_triton.batched_lora, interpret=True),
+}
 
 
 def _stacked(
@@ -76,7 +93,7 @@ def _stacked(
     """Arrays and rank with a layers axis, and the index into it; without a rank, all columns count."""
     if layer is None:
         arrays = tuple(array[None] for array in arrays)
-        rank, layer = None if rank is None else rank[None], jnp.int32(0)
+        rank = None if rank is None else rank[None]
     if rank is None:
         rank = jnp.full(arrays[0].shape[:2], width, jnp.int32)
-    return arrays, rank, layer
+    return arrays, rank, jnp.int32(0) if layer is None else layer

@@ -14,9 +14,9 @@ from jaxtyping import Array, Int32
 
 
 class Chunks(NamedTuple):
-    """count chunks; entry i < count: its first block, number of blocks and slot. Later entries are junk."""
+    """number chunks; entry i < number: its first block, number of blocks and slot. Later entries are junk."""
 
-    count: Int32[Array, ""]
+    number: Int32[Array, ""]
     first: Int32[Array, " blocks"]
     length: Int32[Array, " blocks"]
     slot: Int32[Array, " blocks"]

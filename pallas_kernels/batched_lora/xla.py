@@ -5,13 +5,10 @@ turns is data. So cost follows the adapters and tokens in the batch, never the n
 of base requests does no work at all.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from pallas_kernels.batched_lora import reference
 from pallas_kernels.batched_lora.runs import find_chunks
 
 
@@ -20,7 +17,6 @@ def rows_per_chunk(tokens: int, block: int) -> int:
     return min(tokens, max(block, 8 if block == 1 else 64 // block * block))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=())
 def batched_lora(
     x: Float[Array, "tokens d_in"],
     a: Float[Array, "layers slots d_in columns"],
@@ -31,7 +27,7 @@ def batched_lora(
     rank: Int32[Array, "layers slots"],
     layer: Int32[Array, ""],
 ) -> tuple[jax.Array, ...]:
-    """See `pallas_kernels.batched_lora`; gradients are those of the reference."""
+    """See `pallas_kernels.batched_lora`."""
     tokens, members = x.shape[0], len(y)
     block = tokens // slot.shape[0]
     rows = rows_per_chunk(tokens, block)
@@ -64,30 +60,9 @@ def batched_lora(
             added.append(jax.lax.dynamic_update_slice_in_dim(out, new, start, axis=0))
         return tuple(added)
 
-    return jax.lax.fori_loop(0, chunks.count, add_chunk, y)
+    return jax.lax.fori_loop(0, chunks.number, add_chunk, y)
 
 
 def _adapter(stack: jax.Array, layer: Int32[Array, ""], slot: Int32[Array, ""]) -> jax.Array:
     """One slot's matrix, [rows, columns]; nothing else of the stack is read."""
     return jax.lax.dynamic_slice(stack, (layer, slot, 0, 0), (1, 1, *stack.shape[2:]))[0, 0]
-
-
-def _forward(x, a, b, slot, scale, y, rank, layer):
-    return batched_lora(x, a, b, slot, scale, y, rank, layer), (x, a, b, slot, scale, y, rank, layer)
-
-
-def _backward(saved, gradient):
-    x, a, b, slot, scale, y, rank, layer = saved
-    _, pull_back = jax.vjp(
-        lambda x, a, b, scale, y: reference.batched_lora(x, a, b, slot, scale, y, rank, layer),
-        x,
-        a,
-        b,
-        scale,
-        y,
-    )
-    dx, da, db, dscale, dy = pull_back(gradient)
-    return dx, da, db, None, dscale, dy, None, None
-
-
-batched_lora.defvjp(_forward, _backward)

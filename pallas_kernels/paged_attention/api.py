@@ -34,10 +34,11 @@ def paged_attention(
     kv_heads, blocks = k_pages.shape[-2], block_seq.shape[0]
     if q_heads % kv_heads or tokens % blocks:
         raise ValueError(
-            f"q has {q_heads} heads and {tokens} tokens; allowed: multiples of {kv_heads} kv heads and {blocks} blocks"
+            f"q has {q_heads} heads and {tokens} tokens; allowed: multiples of {kv_heads} kv heads and "
+            f"{blocks} blocks"
         )
     if layer is None:
-        k_pages, v_pages, layer = k_pages[None], v_pages[None], jnp.int32(0)
+        k_pages, v_pages = k_pages[None], v_pages[None]
     return xla.paged_attention(
         q,
         k_pages,
@@ -45,7 +46,7 @@ def paged_attention(
         page_table,
         block_seq,
         positions,
-        layer,
+        jnp.int32(0) if layer is None else layer,
         scale=head_dim**-0.5 if scale is None else scale,
         sliding_window=sliding_window,
         soft_cap=soft_cap,

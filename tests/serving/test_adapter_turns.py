@@ -264,10 +264,11 @@ def adversary(seed: int, *, num_pages: int, max_loras: int, max_num_seqs: int, r
 
     def press() -> None:
         demand = {request.adapter_name for request in server.scheduler.waiting}
-        for name in [*hot, None]:
+        for name in [*hot, *([None] if rng.random() < 0.1 else [])]:
             if name not in demand:
                 prompt = [rng.randint(0, 1) for _ in range(rng.randint(1, 12))]
-                server.add(prompt, adapter=name, max_tokens=rng.randint(1, 16 - len(prompt)))
+                longest = 16 - len(prompt)
+                server.add(prompt, adapter=name, max_tokens=rng.choice([1, longest, longest, longest]))
         if rng.random() < 0.03 and server.scheduler.running:
             server.end(rng.choice(server.scheduler.running))
         server.step()

@@ -11,7 +11,7 @@ from serving.sampling_params import SamplingParams
 
 
 def teacher_forced_logits(engine, sequences):
-    """Run all (name, adapter_id, tokens, first) together, forcing the tokens; yields (name, position, logits).
+    """Run all (name, adapter_id, tokens, first) at once, forcing the tokens: (name, position, logits) each.
 
     The first `first` tokens of a sequence are its prompt, the rest are fed one decode at a time.
     """
