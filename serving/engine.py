@@ -175,12 +175,10 @@ class LLMEngine:
             self._end(child, FinishReason.ABORT)
         return self._collect({request_id} if children else set())
 
-    def fail_all(self) -> None:
-        """End every request: the engine can no longer step."""
-        for request_id, children in list(self._children.items()):
-            for child in children:
-                self._scheduler.finish(child, FinishReason.ERROR)
-            self._forget(request_id)
+    def release_adapters(self) -> None:
+        """After a failure: requests will not run on, so their adapters have no users."""
+        for request_id, children in self._children.items():
+            self.adapters.registry.release(children[0].adapter_id, request_id)
 
     def step(self) -> list[RequestOutput]:
         """Run one batch of decodes and one of prefills; returns what changed for callers."""

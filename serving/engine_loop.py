@@ -4,6 +4,8 @@ Invariant: scheduler, caches, slots and device belong to this thread. Other thre
 which run between two steps, and read their request's outputs from a queue of its own.
 """
 
+import contextlib
+import logging
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +17,8 @@ from serving.engine import LLMEngine, PreparedRequest
 from serving.outputs import RequestOutput
 
 T = TypeVar("T")
+
+logger = logging.getLogger("lorajax.engine")
 
 
 class OutputStream:
@@ -60,19 +64,20 @@ class EngineLoop:
                     self._engine.discard(request)
                     stream.put(self._closed_error())
                     continue
+                self._streams[request.request_id] = stream
                 try:
                     self._engine.add(request)
                 except RequestRejected as error:
+                    del self._streams[request.request_id]
                     stream.put(error)
-                else:
-                    self._streams[request.request_id] = stream
 
         self._post(add)
         return streams
 
     def abort(self, request_id: str) -> None:
         """End a request before its next step. Unknown and finished requests are left alone."""
-        self._post(lambda: self._deliver(self._engine.abort(request_id)))
+        with contextlib.suppress(EngineClosed):  # closing has aborted it
+            self._post(lambda: self._abort(request_id))
 
     def call(self, function: Callable[[], T]) -> T:
         """Run a function on the engine's thread, between two steps, and return its result."""
@@ -80,6 +85,8 @@ class EngineLoop:
 
         def run() -> None:
             try:
+                if self._failure is not None:
+                    raise self._closed_error()
                 future.set_result(function())
             except BaseException as error:  # noqa: BLE001 - handed to the caller, who raises it
                 future.set_exception(error)
@@ -108,34 +115,38 @@ class EngineLoop:
         error.__cause__ = self._failure
         return error
 
+    def _abort(self, request_id: str) -> None:
+        if self._failure is None:
+            self._deliver(self._engine.abort(request_id))
+
     def _abort_all(self) -> None:
         for request_id in list(self._streams):
-            self._deliver(self._engine.abort(request_id))
+            self._abort(request_id)
 
     def _run(self) -> None:
         while not self._closing:
-            if not self._engine.has_work:
-                self._inbox.get()()  # nothing to do: sleep until a command comes
+            if not self._engine.has_work or self._failure is not None:
+                self._guarded(self._inbox.get())  # nothing to do: sleep until a command comes
             self._run_commands()
-            if self._engine.has_work and not self._closing:
-                self._step()
+            if self._engine.has_work and self._failure is None and not self._closing:
+                self._guarded(lambda: self._deliver(self._engine.step()))
         self._run_commands()
 
     def _run_commands(self) -> None:
         while not self._inbox.empty():
-            self._inbox.get()()
+            self._guarded(self._inbox.get())
 
-    def _step(self) -> None:
+    def _guarded(self, work: Callable[[], None]) -> None:
+        """Do a piece of the engine's work. If it breaks, so does the engine: nobody is left waiting."""
         try:
-            outputs = self._engine.step()
-        except Exception as error:  # noqa: BLE001 - whatever it was, nobody may be left waiting
-            self._failure = error
+            work()
+        except Exception as error:  # noqa: BLE001 - whatever it was, every waiting request ends with it
+            logger.exception("the engine stopped")
+            self._failure = self._failure or error
             for stream in self._streams.values():
                 stream.put(self._closed_error())
             self._streams.clear()
-            self._engine.fail_all()
-        else:
-            self._deliver(outputs)
+            self._engine.release_adapters()
 
     def _deliver(self, outputs: Sequence[RequestOutput]) -> None:
         for output in outputs:

@@ -23,8 +23,14 @@ class EditedTensors:
     def shape(self, name):
         return self._read[name].shape
 
+    def dtype(self, name):
+        return self._read[name].dtype
+
     def read(self, name):
         return self._read[name]
+
+    def read_slice(self, name, index):
+        return self._read[name][index]
 
 
 @pytest.fixture(scope="module")
