@@ -5,10 +5,11 @@ load leaves no trace. The engine's thread only ever sees whole adapters that are
 to a slot.
 """
 
-import dataclasses
+import contextlib
 import logging
 import threading
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,13 @@ import jax.numpy as jnp
 from flax import nnx
 
 from lorajax.config import ModelConfig
-from lorajax.errors import AdapterBusy, AdapterCapacityError, AdapterFormatError, AdapterNotFound, ConfigError
+from lorajax.errors import AdapterBusy, AdapterCapacityError, AdapterExists, AdapterFormatError, ConfigError
 from lorajax.lora.blend import blend_adapters
 from lorajax.lora.source import AdapterSource, read_adapter
 from lorajax.lora.weights import AdapterWeights
 from serving.adapter_registry import AdapterRegistry, RegisteredAdapter
 from serving.config import EngineConfig
+from serving.host_tier import HostAdapter, HostTier
 from serving.model_runner import ModelRunner
 from serving.outputs import AdapterStatus
 from serving.scheduler import Scheduler
@@ -29,14 +31,11 @@ from serving.scheduler import Scheduler
 logger = logging.getLogger("lorajax.adapters")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class HostAdapter:
-    """What the registry keeps of an adapter: immutable, and all that a slot write needs."""
+class _NameLock:
+    """Lives as long as a load of its name."""
 
-    weights: AdapterWeights
-    packed: nnx.State
-    source: object
-    pinned: bool
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
 
 
 class AdapterLoader:
@@ -54,8 +53,9 @@ class AdapterLoader:
     ):
         self._config, self._model, self.registry = config, model, registry
         self._runner, self._scheduler, self._dtype = runner, scheduler, dtype
+        self._host = HostTier(config.max_cpu_loras)
         self._names = threading.Lock()  # guards _loading
-        self._loading: dict[str, threading.Lock] = {}
+        self._loading: weakref.WeakValueDictionary[str, _NameLock] = weakref.WeakValueDictionary()
 
     def load(
         self, name: str, source: AdapterSource, *, pinned: bool = False, replace: bool = False
@@ -70,23 +70,50 @@ class AdapterLoader:
             if old is not None and not replace and _same(old.payload.source, source):
                 return self._status(old)
             if old is not None and not replace:
-                self.registry.register(name, None)  # raises AdapterExists
-            return self._register(name, self._read(name, source), source, pinned=pinned, replace=replace)
+                raise AdapterExists(
+                    f"adapter {name!r} is loaded from another source; unload it, or use replace=True"
+                )
+            reread = None if isinstance(source, AdapterWeights) else lambda: self._read(name, source)
+            self._host.check_room(can_be_reread=reread is not None)
+            weights, packed = self._read(name, source)
+            host = HostAdapter(name, weights, packed, source=source, pinned=pinned, reread=reread)
+            return self._register(name, host, replace=replace)
+
+    def acquire(self, name: str, request_id: str) -> RegisteredAdapter:
+        """Resolve a name for a request, which then counts as a user, and make sure of the host copy.
+
+        Raises AdapterNotFound; AdapterFormatError if the copy was dropped and cannot be read again.
+        """
+        entry = self.registry.acquire(name, request_id)
+        try:
+            self._host.hold(entry.adapter_id, entry.payload, lambda: bool(entry.users))
+        except BaseException:
+            self.registry.release(entry.adapter_id, request_id)
+            raise
+        return entry
+
+    def release(self, adapter_id: int, request_id: str) -> None:
+        """The request has ended; its adapter's copy may now go. Safe to call twice."""
+        self.registry.release(adapter_id, request_id)
+        self._host.trim()
 
     def blend(self, name: str, weights: Mapping[str, int | float]) -> AdapterStatus:
         """See `LLM.blend_adapters`."""
         self.registry.check_name(name)
-        parts = []
-        for part, weight in weights.items():
-            entry = self.registry.find(part)
-            if entry is None:
-                raise AdapterNotFound(f"no adapter named {part!r:.80} to blend")
-            parts.append((entry.payload.weights, float(weight)))
-        with self._one_at_a_time(name):
+        with self._one_at_a_time(name), contextlib.ExitStack() as held:
+            parts = []
+            for part, weight in weights.items():
+                user = f"blend of {name} {len(parts)}"
+                entry = self.acquire(part, user)
+                held.callback(self.release, entry.adapter_id, user)
+                parts.append((entry.payload.weights, float(weight)))
+            self._host.check_room(can_be_reread=False)
             blended = blend_adapters(parts)
             self._check_capacity(blended)
             source = "blend of " + ", ".join(f"{weight:g} · {part}" for part, weight in weights.items())
-            return self._register(name, blended, source, pinned=False, replace=False)
+            packed = self._runner.pack(blended)
+            host = HostAdapter(name, blended, packed, source=source, pinned=False, reread=None)
+            return self._register(name, host, replace=False)
 
     def unload(
         self, name: str, on_engine: Callable[[Callable[[], Any]], Any], *, timeout: int | float | None
@@ -103,8 +130,10 @@ class AdapterLoader:
         return num_users
 
     def packed(self, adapter_id: int) -> nnx.State:
-        """An adapter as a slot's content."""
-        return self.registry.payload(adapter_id).packed
+        """An adapter in use, as a slot's content."""
+        packed = self.registry.payload(adapter_id).packed
+        assert packed is not None, f"adapter {adapter_id} is scheduled without a host copy"
+        return packed
 
     # ---- the engine's thread ----
 
@@ -113,6 +142,7 @@ class AdapterLoader:
         for entry in self.registry.drained():
             self._scheduler.slots.drop(entry.adapter_id)
             self._scheduler.cache.drop_adapter(entry.adapter_id)
+            self._host.drop(entry.adapter_id)
             self.registry.remove(entry)
 
     def statuses(self) -> list[AdapterStatus]:
@@ -120,13 +150,14 @@ class AdapterLoader:
 
     # ---- reading ----
 
-    def _read(self, name: str, source: AdapterSource) -> AdapterWeights:
+    def _read(self, name: str, source: AdapterSource) -> tuple[AdapterWeights, nnx.State]:
+        """Read, check and pack: all host work of a load."""
         if not self._config.max_loras:
             raise ConfigError(
                 "max_loras is 0, which switches LoRA off; allowed: 1 or more, to load an adapter"
             )
         try:
-            return read_adapter(
+            weights = read_adapter(
                 source,
                 self._model,
                 dtype=self._dtype,
@@ -138,6 +169,7 @@ class AdapterLoader:
             )
         except (AdapterFormatError, AdapterCapacityError) as error:
             raise type(error)(f"adapter {name!r}: {error}") from error
+        return weights, self._runner.pack(weights)
 
     def _check_pins(self) -> None:
         """One slot at least must be left for the adapters that are not pinned."""
@@ -153,19 +185,20 @@ class AdapterLoader:
                 f"rank {weights.rank}; allowed: max_lora_rank = {self._config.max_lora_rank}"
             )
 
-    def _register(
-        self, name: str, weights: AdapterWeights, source: object, *, pinned: bool, replace: bool
-    ) -> AdapterStatus:
-        host = HostAdapter(weights=weights, packed=self._runner.pack(weights), source=source, pinned=pinned)
+    def _register(self, name: str, host: HostAdapter, *, replace: bool) -> AdapterStatus:
         entry = self.registry.register(name, host, replace=replace)
-        if pinned:
+        if host.pinned:
             self._scheduler.slots.keep(entry.adapter_id)
+        self._host.add(entry.adapter_id, host, lambda: bool(entry.users))
         return self._status(entry)
 
-    def _one_at_a_time(self, name: str) -> threading.Lock:
+    @contextlib.contextmanager
+    def _one_at_a_time(self, name: str) -> Iterator[None]:
         """Loads of one name follow one another; those of other names do not wait."""
         with self._names:
-            return self._loading.setdefault(name, threading.Lock())
+            lock = self._loading.setdefault(name, _NameLock())
+        with lock.lock:
+            yield
 
     def _status(self, entry: RegisteredAdapter) -> AdapterStatus:
         host, slots = entry.payload, self._scheduler.slots
@@ -174,9 +207,9 @@ class AdapterLoader:
         return AdapterStatus(
             name=entry.name,
             adapter_id=entry.adapter_id,
-            rank=host.weights.rank,
-            target_modules=host.weights.target_modules,
-            num_parameters=host.weights.num_parameters,
+            rank=host.rank,
+            target_modules=host.target_modules,
+            num_parameters=host.num_parameters,
             state="draining" if entry.draining else "resident" if resident else "host",
             num_running=len(running),
             num_waiting=len(entry.users - running),

@@ -31,7 +31,8 @@ class EngineConfig:
     max_loras: adapters on the device at once, which is also the most in one step. 0 switches LoRA off:
         no slot memory, no LoRA work, and loading an adapter is refused.
     max_lora_rank: largest rank of an adapter.
-    max_cpu_loras: most adapters registered at once; None sets no limit.
+    max_cpu_loras: most adapters with a copy in host memory; the least recently used ones are read again
+        from their source when a request needs them. None sets no limit.
     lora_target_modules: linears that adapters may touch ("q_proj", "lm_head", …); None allows all.
     tensor_parallel_size: devices that share the model.
     lora_row_parallel: how row-parallel linears combine their LoRA updates across devices.

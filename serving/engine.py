@@ -92,7 +92,7 @@ class LLMEngine:
             )
         eos = () if params.ignore_eos else self._eos
         seed = self._new_seed() if params.seed is None else params.seed
-        entry = None if adapter is None else self.adapters.registry.acquire(adapter, request_id)
+        entry = None if adapter is None else self.adapters.acquire(adapter, request_id)
         leader = None
         children = []
         for index in range(params.n):
@@ -118,7 +118,7 @@ class LLMEngine:
 
     def discard(self, prepared: PreparedRequest) -> None:
         """Let go of a prepared request that will not be added."""
-        self.adapters.registry.release(prepared.children[0].adapter_id, prepared.request_id)
+        self.adapters.release(prepared.children[0].adapter_id, prepared.request_id)
 
     def require_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
@@ -178,7 +178,7 @@ class LLMEngine:
     def release_adapters(self) -> None:
         """After a failure: requests will not run on, so their adapters have no users."""
         for request_id, children in self._children.items():
-            self.adapters.registry.release(children[0].adapter_id, request_id)
+            self.adapters.release(children[0].adapter_id, request_id)
 
     def step(self) -> list[RequestOutput]:
         """Run one batch of decodes and one of prefills; returns what changed for callers."""
@@ -236,7 +236,7 @@ class LLMEngine:
         """The one way by which a request leaves: its adapter has a user less."""
         del self._outputs[request_id]
         children = self._children.pop(request_id)
-        self.adapters.registry.release(children[0].adapter_id, request_id)
+        self.adapters.release(children[0].adapter_id, request_id)
         self.adapters.collect_drained()
 
     # ---- state ----

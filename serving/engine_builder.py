@@ -87,9 +87,7 @@ def build_engine(
         cache=cache,
         slots=slots,
     )
-    registry = AdapterRegistry(
-        max_adapters=config.max_cpu_loras, reserved_names=frozenset({checkpoint.config.name})
-    )
+    registry = AdapterRegistry(reserved_names=frozenset({checkpoint.config.name}))
     adapters = AdapterLoader(
         config, checkpoint.config, registry=registry, runner=runner, scheduler=scheduler, dtype=dtype
     )

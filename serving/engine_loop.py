@@ -140,7 +140,7 @@ class EngineLoop:
         """Do a piece of the engine's work. If it breaks, so does the engine: nobody is left waiting."""
         try:
             work()
-        except Exception as error:  # noqa: BLE001 - whatever it was, every waiting request ends with it
+        except Exception as error:
             logger.exception("the engine stopped")
             self._failure = self._failure or error
             for stream in self._streams.values():
