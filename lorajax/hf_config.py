@@ -128,7 +128,7 @@ def read_hf_config(config: Mapping[str, Any], generation: Mapping[str, Any] | No
     _refuse_unknown(config, family)
     hidden, heads = _integer(config, "hidden_size"), _integer(config, "num_attention_heads")
     kv_heads = _kv_heads(config, family, heads)
-    num_layers = _integer(config, "num_hidden_layers")
+    num_layers = _integer(config, "num_hidden_layers", most=1 << 16)
     rope = read_rope(config)
     max_positions = _integer(config, "max_position_embeddings", default=family.max_position_embeddings)
     attention_bias = _flag(config, "attention_bias")
@@ -302,12 +302,14 @@ def _token_ids(name: str, value: Any) -> list[int]:
     return [token_id for token_id in ids if token_id >= 0]
 
 
-def _integer(config: Mapping[str, Any], name: str, default: int | None = None, least: int = 1) -> int:
+def _integer(
+    config: Mapping[str, Any], name: str, default: int | None = None, least: int = 1, most: int = 1 << 31
+) -> int:
     value = config.get(name)
     value = default if value is None else value
-    if type(value) is not int or value < least:
-        found = "missing" if value is None else repr(value)[:60]
-        raise ConfigError(f"{name} is {found}; allowed: a whole number of at least {least}")
+    if type(value) is not int or not least <= value <= most:
+        found = "missing" if value is None else f"{value!r:.60}"
+        raise ConfigError(f"{name} is {found}; allowed: a whole number from {least} to {most}")
     return value
 
 

@@ -41,9 +41,9 @@ class Tokenizer:
         self.bos_token, self.eos_token = bos_token, eos_token
         self.bos_token_id = None if bos_token is None else fast.token_to_id(bos_token)
         self.eos_token_ids = eos_token_ids
-        self.special_token_ids = frozenset(
-            token_id for token_id, token in fast.get_added_tokens_decoder().items() if token.special
-        )
+        added = fast.get_added_tokens_decoder()
+        self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._added = {token_id: token.content.encode() for token_id, token in added.items()}
         self._add_bos = add_bos
         templates = {"default": chat_template} if isinstance(chat_template, str) else chat_template or {}
         self._templates = {name: ChatTemplate(source) for name, source in templates.items()}
@@ -79,7 +79,12 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of the tokens, as a text of its own. Ids without a token make no text; bytes that are
         no UTF-8 become U+FFFD."""
-        return self.fast.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        if not self._is_byte_level:
+            return self.fast.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        # as `fast.decode`, but that takes an added token's é for the byte of that name
+        skipped = self.special_token_ids if skip_special_tokens else frozenset()
+        data = b"".join(self.token_bytes(token_id) for token_id in token_ids if token_id not in skipped)
+        return data.decode("utf-8", errors="replace")
 
     def token_bytes(self, token_id: int, *, first: bool = False) -> bytes:
         """UTF-8 bytes that a token adds to a text; a character may be spread over several tokens.
@@ -98,10 +103,12 @@ class Tokenizer:
             return b""
         if self._is_byte_level:
             table = _byte_level_alphabet()
-            # an added token may have characters that stand for no byte; then it is plain text
-            return bytes(table[char] for char in token) if table.keys() >= set(token) else token.encode()
-        if match := _BYTE_TOKEN.match(token):
-            return bytes.fromhex(match[1])
+            if token_id in self._added or not table.keys() >= set(token):
+                return self._added.get(token_id, token.encode())
+            return bytes(table[char] for char in token)
+        byte = bytes.fromhex(match[1]) if (match := _BYTE_TOKEN.match(token)) else b""
+        if byte and (not first or not byte.isascii()):
+            return byte
         if not first:
             before = self.decode(self._anchor, skip_special_tokens=False)
             both = self.decode([*self._anchor, token_id], skip_special_tokens=False)

@@ -12,10 +12,10 @@ While nobody is overdue, admission is plainly greedy.
 Bound. Let C = prefill_block * ((max_num_batched_tokens - max_num_seqs) // prefill_block), the prompt tokens
 that every step can compute, and
 
-    R = max_num_seqs * ceil(max_model_len / C) + max_model_len
+    R = max_model_len + ceil(max_model_len / C)
 
-the steps in which all running requests end. A request that has F live requests before it in the order of
-priority and arrival starts within
+the steps in which all running requests end: one prompt at most is unfinished, and all others decode in
+every step. A request that has F live requests before it in the order of priority and arrival starts within
 
     (F + 1) * (patience + 3 * R)    steps,
 

@@ -9,6 +9,7 @@ Without keys the stream ends after the tokens, so a base model's chain is the sa
 Every page of a chain carries the keys, not only the first: a chain may begin at any page.
 """
 
+import functools
 import struct
 from collections.abc import Sequence
 
@@ -31,10 +32,15 @@ def block_hash(parent: bytes, token_ids: Sequence[int], keys: NamespaceKeys) -> 
     """The hash (16 bytes) of a full page after `parent` (empty for a sequence's first page)."""
     count = len(token_ids)
     stream = struct.pack(f"<I{len(parent)}sI{count}i", len(parent), parent, count, *token_ids)
-    if keys:
-        framed = [struct.pack(f"<I{len(key)}s", len(key), key) for key in keys]
-        stream = b"".join([stream, struct.pack("<I", len(keys)), *framed])
-    return xxhash.xxh3_128_digest(stream)
+    return xxhash.xxh3_128_digest(stream + _framed(keys))
+
+
+@functools.lru_cache(maxsize=1024)
+def _framed(keys: NamespaceKeys) -> bytes:
+    """The end of the stream; nothing without keys. The same for all pages of a tenant."""
+    if not keys:
+        return b""
+    return struct.pack("<I", len(keys)) + b"".join(struct.pack("<I", len(key)) + key for key in keys)
 
 
 def extend_chain(hashes: list[bytes], token_ids: Sequence[int], page_size: int, keys: NamespaceKeys) -> None:

@@ -25,7 +25,8 @@ class Detokenizer:
     skip_special_tokens: special tokens make no text, so a stop string cannot match them.
     stop: searched in the completion's text only, never across its beginning. The string that ends
         first ends the text, before or, with `include_stop_str_in_output`, after it.
-    min_tokens: stop strings are not looked for in the text of the first so many tokens.
+    min_tokens: a stop string that ends in the text of the first so many tokens does not count; one that
+        only begins there does.
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._skipped = tokenizer.special_token_ids if skip_special_tokens else frozenset()
         self._stop_strings, self._include_stop = StopStrings(stop), include_stop_str_in_output
-        self._unsearched_tokens = min_tokens
+        self._min_tokens, self._num_tokens = min_tokens, 0
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         end = self._last_bytes(prompt_token_ids)
         self._begins_text = not end
@@ -77,21 +78,18 @@ class Detokenizer:
     def _append(self, token_id: int) -> str:
         if self.stop_reason is not None:
             return ""
-        text = self._decode(token_id)
-        if self._unsearched_tokens > 0:
-            self._unsearched_tokens -= 1
-            self._emitted.append(text)
-            return text
-        return self._search(text)
+        self._num_tokens += 1
+        return self._search(self._decode(token_id))
 
     def _decode(self, token_id: int) -> str:
         """The characters that the token completes."""
         if token_id in self._skipped:
             return ""
         data = self._tokenizer.token_bytes(token_id, first=self._begins_text)
+        # a lone space in front makes no text, but what follows no longer begins one
+        self._begins_text = self._begins_text and not self._tokenizer.token_bytes(token_id)
         if not data:
             return ""
-        self._begins_text = False
         if not self._prompt_unfinished:
             return self._utf8.decode(data)
         self._prompt_unfinished = False
@@ -106,7 +104,7 @@ class Detokenizer:
 
     def _search(self, text: str) -> str:
         """Emit held and new text, as far as no stop string can begin in it."""
-        found = self._stop_strings.advance(text)
+        found = self._stop_strings.advance(text, may_end=self._num_tokens > self._min_tokens)
         self._held += text
         if found is None:
             end = len(self._held) - self._stop_strings.num_open

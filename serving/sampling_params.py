@@ -85,6 +85,11 @@ class SamplingParams:
             )
 
     @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """`stop`, however it was given."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
     def greedy(self) -> bool:
         return self.temperature < GREEDY_BELOW
 

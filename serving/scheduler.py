@@ -4,7 +4,8 @@
 added and ended; `update` passes over those that ended.
 
 Invariants: a RUNNING request holds the pages of all its known tokens, and a pin on its adapter's slot; a
-WAITING or FINISHED one holds neither. A running request either prefills, or decodes one token in every step.
+WAITING or FINISHED one holds neither. A running request either prefills, or decodes one token in every step;
+a step that cannot finish a prompt has no budget left for another, so between steps at most one is unfinished.
 The distinct adapters among running requests, hence in a step, never exceed `max_loras` (see `adapter_turns`).
 As long as there are live requests, every step makes progress.
 """
@@ -12,7 +13,6 @@ As long as there are live requests, every step makes progress.
 import bisect
 import time
 from collections.abc import Callable, Iterable
-from operator import attrgetter
 
 from lorajax.errors import RequestRejected
 from serving.adapter_slots import AdapterSlots
@@ -44,7 +44,7 @@ class Scheduler:
         self._clock = clock
         self._turns = AdapterTurns(slots, max_places=config.max_loras, patience=config.adapter_patience)
         self.running: list[Request] = []  # in the order of priority, then arrival
-        self._prefilling: list[Request] = []  # those whose prompt is not computed: by priority, then start
+        self._prefilling: list[Request] = []  # of these: those with known tokens to compute
         self._queue = WaitingQueue()
         self._followers: dict[Request, list[Request]] = {}  # leader -> waiting for its prompt's pages
         self._live: dict[str, Request] = {}
@@ -190,12 +190,9 @@ class Scheduler:
 
     def _schedule_decodes(self, batch: ScheduledBatch) -> None:
         """One token each, and a page where the last one is full: taken from the youngest if there is none."""
-        if self._prefilling:
-            prefilling = set(self._prefilling)
-            decodes = [request for request in self.running if request not in prefilling]
-        else:
-            decodes = self.running.copy()
         size, running = self.config.page_size, RequestStatus.RUNNING
+        unfinished = self._prefilling  # one at most
+        decodes = [r for r in self.running if r not in unfinished] if unfinished else self.running.copy()
         for request in [r for r in decodes if r.num_computed_tokens == len(r.page_ids) * size]:
             while request.status is running and not self.pool.num_available:
                 self._preempt(self.running[-1], batch)
@@ -251,7 +248,7 @@ class Scheduler:
             batch.slot_writes.append(write)
         request.status = RequestStatus.RUNNING
         bisect.insort(self.running, request, key=order_of)
-        bisect.insort(self._prefilling, request, key=attrgetter("priority"))
+        self._prefilling.append(request)
         return True
 
     # ---- shared pages ----
@@ -360,7 +357,7 @@ class Scheduler:
         assert all(r.slot == (self.slots.slot_of(r.adapter_id) or 0) for r in self.running)
         held = [page for r in self.running for page in r.page_ids]
         assert all(self.pool.count(page) == held.count(page) for page in range(self.config.num_pages))
-        assert len(set(self._prefilling)) == len(self._prefilling)
+        assert len(self._prefilling) <= 1, "a prompt was started before another was finished"
         decoding = set(self.running) - set(self._prefilling)
         assert len(decoding) == len(self.running) - len(self._prefilling)
         assert all(r.num_computed_tokens == r.num_tokens - 1 and r.output_token_ids for r in decoding)

@@ -37,10 +37,9 @@ class SchedulerConfig:
 
     @property
     def max_steps_to_end(self) -> int:
-        """Steps in which all running requests end if none is added before them: R of `adapter_turns`."""
+        """Steps in which all running requests end: R of `adapter_turns`."""
         blocks = (self.max_num_batched_tokens - self.max_num_seqs) // self.prefill_block
-        steps_to_prefill = -(-self.max_model_len // (blocks * self.prefill_block))
-        return self.max_num_seqs * steps_to_prefill + self.max_model_len
+        return self.max_model_len + -(-self.max_model_len // (blocks * self.prefill_block))
 
     @property
     def max_request_len(self) -> int:

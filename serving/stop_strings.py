@@ -23,9 +23,12 @@ class StopStrings:
     def num_open(self) -> int:
         return max(self._matched, default=0)
 
-    def advance(self, text: str) -> tuple[str, int] | None:
+    def advance(self, text: str, *, may_end: bool = True) -> tuple[str, int] | None:
         """The stop string that the text completes and how many characters of `text` lie up to its end,
-        or None. After a match, no more text may be fed."""
+        or None. After a match, no more text may be fed.
+
+        may_end: whether a stop string that ends in this text counts; one that only begins in it does.
+        """
         if not self._stops:
             return None
         for position, char in enumerate(text, start=1):
@@ -35,9 +38,12 @@ class StopStrings:
                 while matched and stop[matched] != char:
                     matched = self._fallbacks[i][matched]
                 matched += stop[matched] == char
+                if matched == len(stop):
+                    if may_end:
+                        found = max(found, stop, key=len)
+                    else:
+                        matched = self._fallbacks[i][matched]
                 self._matched[i] = matched
-                if matched == len(stop) > len(found):
-                    found = stop
             if found:
                 return found, position
         return None

@@ -61,6 +61,17 @@ class RegularFile:
         return done
 
 
+def read_small_file(path: Path, max_bytes: int) -> bytes:
+    """All of a regular file. Raises FormatFault if it cannot be read, or is longer than `max_bytes`."""
+    file = RegularFile(path)
+    try:
+        if file.size > max_bytes:
+            raise FormatFault(f"longer than the {max_bytes} bytes that are read")
+        return file.read(0, file.size)
+    finally:
+        file.close()
+
+
 def parse_json_object(data: bytes) -> dict[str, Any]:
     """A JSON object: UTF-8, no key twice, bounded depth. Raises FormatFault for anything else."""
     try:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lorajax.checkpoints.regular_file import FormatFault, RegularFile, parse_json_object
+from lorajax.checkpoints.regular_file import FormatFault, parse_json_object, read_small_file
 from lorajax.checkpoints.safetensors_file import SafetensorsFile
 from lorajax.errors import CheckpointError
 
@@ -59,14 +59,9 @@ class SafetensorsFolder:
 def read_json_file(path: Path, max_bytes: int = 256 << 20) -> dict:
     """A JSON object on disk. Raises CheckpointError, which names the file and not its folder."""
     try:
-        file = RegularFile(path)
-        if file.size > max_bytes:
-            raise FormatFault(f"{file.size} bytes long; allowed: {max_bytes}")
-        value = parse_json_object(file.read(0, file.size))
-        file.close()
+        return parse_json_object(read_small_file(path, max_bytes))
     except FormatFault as fault:
         raise CheckpointError(f"{path.name}: {fault}") from None
-    return value
 
 
 def _weight_map(folder: Path) -> dict[str, str]:

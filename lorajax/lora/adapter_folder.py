@@ -10,12 +10,14 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+from lorajax.checkpoints.regular_file import FormatFault, parse_json_object, read_small_file
+from lorajax.checkpoints.safetensors_file import SafetensorsFile
 from lorajax.errors import AdapterFormatError
 from lorajax.lora.peft_config import CONFIG_NAME
-from lorajax.lora.safetensors_file import open_regular_file, read_json_object
 
 TENSORS_NAME = "adapter_model.safetensors"
 MAX_CONFIG_BYTES = 1 << 20
+MAX_HEADER_BYTES = 32 << 20  # ~150 bytes a tensor: room for 200 thousand tensors
 
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
@@ -39,18 +41,6 @@ def confined(path: str | Path, roots: Collection[str | Path] | None) -> Path:
     return resolved
 
 
-def read_small_file(path: Path, max_bytes: int, name: str) -> bytes:
-    """The bytes of a regular file that has at most `max_bytes`; errors call it `name`."""
-    fd = open_regular_file(path, name)
-    try:
-        data = os.pread(fd, max_bytes + 1, 0)
-    finally:
-        os.close(fd)
-    if len(data) > max_bytes:
-        raise AdapterFormatError(f"{name}: longer than the {max_bytes} bytes that are read")
-    return data
-
-
 class AdapterFolder:
     """A folder that holds a PEFT adapter: the paths of its two files, checked to be there."""
 
@@ -69,16 +59,24 @@ class AdapterFolder:
             raise AdapterFormatError(f"{CONFIG_NAME} is missing: r and lora_alpha cannot be guessed")
         self.names = frozenset(names)
 
-    @property
-    def tensors_path(self) -> Path:
-        return confined(self.path / TENSORS_NAME, self._roots)
+    def open_tensors(self) -> SafetensorsFile:
+        """The adapter's tensors, checked against the size of their file; close it after reading."""
+        return SafetensorsFile(
+            confined(self.path / TENSORS_NAME, self._roots),
+            name=TENSORS_NAME,
+            error=AdapterFormatError,
+            max_header_bytes=MAX_HEADER_BYTES,
+        )
 
     def read_config(self) -> dict[str, Any]:
         """The fields of `adapter_config.json`, as they stand."""
         return self.read_json(CONFIG_NAME, MAX_CONFIG_BYTES)
 
     def read_json(self, name: str, max_bytes: int) -> dict[str, Any]:
-        return read_json_object(self._read(name, max_bytes), name)
+        try:
+            return parse_json_object(self._read(name, max_bytes))
+        except FormatFault as fault:
+            raise AdapterFormatError(f"{name}: {fault}") from None
 
     def read_text(self, name: str, max_bytes: int) -> str:
         try:
@@ -87,7 +85,10 @@ class AdapterFolder:
             raise AdapterFormatError(f"{name}: not UTF-8 text") from None
 
     def _read(self, name: str, max_bytes: int) -> bytes:
-        return read_small_file(confined(self.path / name, self._roots), max_bytes, name)
+        try:
+            return read_small_file(confined(self.path / name, self._roots), max_bytes)
+        except FormatFault as fault:
+            raise AdapterFormatError(f"{name}: {fault}") from None
 
 
 def _list_names(folder: Path, shown: str) -> set[str]:

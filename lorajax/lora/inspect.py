@@ -14,7 +14,6 @@ from lorajax.errors import AdapterCapacityError, AdapterFormatError
 from lorajax.lora.adapter_folder import TENSORS_NAME, AdapterFolder
 from lorajax.lora.peft import load_peft
 from lorajax.lora.peft_config import CONFIG_NAME, FIELDS, why_refused
-from lorajax.lora.safetensors_file import open_safetensors
 from lorajax.lora.weights import AdapterWeights
 
 
@@ -72,7 +71,7 @@ def _describe_config(fields: dict[str, Any]) -> list[str]:
 
 
 def _describe_file(folder: AdapterFolder) -> list[str]:
-    with open_safetensors(folder.tensors_path, TENSORS_NAME) as file:
+    with folder.open_tensors() as file:
         dtypes = collections.Counter(entry.dtype.name for entry in file.entries.values())
         num_bytes = sum(entry.end - entry.begin for entry in file.entries.values())
     held = ", ".join(f"{count} {name}" for name, count in sorted(dtypes.items()))

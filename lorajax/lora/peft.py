@@ -12,14 +12,14 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import DTypeLike
 
+from lorajax.checkpoints.safetensors_file import SafetensorsFile
 from lorajax.config import ModelConfig
 from lorajax.errors import AdapterFormatError
-from lorajax.lora.adapter_folder import TENSORS_NAME, AdapterFolder
+from lorajax.lora.adapter_folder import AdapterFolder
 from lorajax.lora.binding import BoundModule, bind, check_limits, unmatched_patterns
 from lorajax.lora.host_copy import cast, finite_cast
 from lorajax.lora.peft_config import PeftLoraConfig, read_config
 from lorajax.lora.peft_keys import BaseCopyKey, parse_keys
-from lorajax.lora.safetensors_file import SafetensorsFile, open_safetensors
 from lorajax.lora.tokenizer_files import check_tokenizer_files
 from lorajax.lora.weights import AdapterWarning, AdapterWeights, LoRAModule, sample_names
 
@@ -64,7 +64,7 @@ def load_peft(
     folder = AdapterFolder(path, roots)
     peft_config = read_config(folder.read_config())
     check_tokenizer_files(folder, config.vocab_size if config else None, base_chat_template, warn)
-    with open_safetensors(folder.tensors_path, TENSORS_NAME) as file:
+    with folder.open_tensors() as file:
         keys = parse_keys(file.entries)
         shapes = {key: entry.shape for key, entry in file.entries.items()}
         modules = bind(keys.factors, shapes, peft_config, config)

@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
+from lorajax.checkpoints.safetensors_file import DTYPES
 from lorajax.errors import AdapterFormatError, ConfigError
 from lorajax.lora.adapter_folder import TENSORS_NAME
 from lorajax.lora.peft_config import CONFIG_NAME
 from lorajax.lora.peft_keys import PEFT_PREFIX
-from lorajax.lora.safetensors_file import DTYPES
 from lorajax.lora.targets import hf_name, is_adaptable
 from lorajax.lora.weights import AdapterWeights, LoRAModule
 

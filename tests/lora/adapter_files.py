@@ -1,15 +1,14 @@
 """Writes adapters to disk for tests, whole and broken, with code that is not the code under test."""
 
 import json
-import struct
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors_bytes import safetensors_bytes
 
 from lorajax.config import ModelConfig, MoEConfig, RopeConfig
 
-DTYPE_NAMES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 PREFIX = "base_model.model."
 
 TOY = ModelConfig(
@@ -108,25 +107,6 @@ def lora_tensors(
             tensors[a] = rng.standard_normal((rank, d_in)).astype(dtype)
             tensors[b] = rng.standard_normal((d_out, rank)).astype(dtype)
     return tensors
-
-
-def safetensors_bytes(tensors: dict[str, np.ndarray], metadata: dict[str, str] | None = None) -> bytes:
-    header: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
-    data = b""
-    for key, array in tensors.items():
-        raw = array.tobytes()
-        header[key] = {
-            "dtype": DTYPE_NAMES[array.dtype.name],
-            "shape": list(array.shape),
-            "data_offsets": [len(data), len(data) + len(raw)],
-        }
-        data += raw
-    return header_bytes(header) + data
-
-
-def header_bytes(header: Any) -> bytes:
-    text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    return struct.pack("<Q", len(text)) + text
 
 
 def write_adapter(

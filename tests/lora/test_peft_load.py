@@ -16,11 +16,11 @@ from adapter_files import (
     TOY_MOE,
     hf_name,
     lora_tensors,
-    safetensors_bytes,
     tiny_config,
     write_adapter,
 )
 from golden_files import GOLDEN, TINY_LLAMA
+from safetensors_bytes import safetensors_bytes
 
 from lorajax.errors import AdapterCapacityError, AdapterFormatError
 from lorajax.lora.peft import load_peft

@@ -1,8 +1,8 @@
 """A server without a device: the real scheduling half, and a model whose KV cells can be looked into.
 
 A cell holds what a real KV cell depends on: a digest of every token up to it, the adapter, and the salt
-(which must part tenants though it does not change KV). The next token is a function of the last cell. So a page
-that belongs to another sequence, adapter or tenant, a missing or an overwritten cell shows at once.
+(which must part tenants though it does not change KV). The next token is a function of the last cell. So
+a page that belongs to another sequence, adapter or tenant, a missing or an overwritten cell shows at once.
 """
 
 import hashlib
@@ -44,6 +44,11 @@ def alone(request: Request) -> list[int]:
             break
         cell = next_cell(cell, token, request.adapter_id, request.cache_salt)
     return outputs
+
+
+def chunks(batch: ScheduledBatch) -> list[tuple[str, int, int, bool]]:
+    """A batch's prefill chunks: request id, first token, number of tokens, whether it samples."""
+    return [(c.request.request_id, c.start, c.num_tokens, c.samples) for c in batch.prefills]
 
 
 def make_config(**changes) -> SchedulerConfig:
@@ -191,6 +196,7 @@ class FakeServer:
         rows = [*batch.decodes, *(chunk.request for chunk in batch.prefills)]
         assert len(set(rows)) == len(rows) <= config.max_num_seqs
         assert set(self.scheduler.running) >= set(rows)
+        assert not set(self.scheduler.running) & set(batch.preempted), "preempted and started at once"
         padded = sum(-(-chunk.num_tokens // block) * block for chunk in batch.prefills)
         assert len(batch.decodes) + padded <= config.max_num_batched_tokens
         adapters = {r.adapter_id for r in self.scheduler.running} - {0}
@@ -209,7 +215,10 @@ class FakeServer:
             assert start == request.num_computed_tokens
             cell = ""
             for position, token in enumerate(request.token_ids(0, start + count)):
-                place = (request.page_ids[position // self.config.page_size], position % self.config.page_size)
+                place = (
+                    request.page_ids[position // self.config.page_size],
+                    position % self.config.page_size,
+                )
                 cell = next_cell(cell, token, request.adapter_id, request.cache_salt)
                 if position >= start:
                     assert self.pool.count(place[0]) == 1, "a page that others read is written"

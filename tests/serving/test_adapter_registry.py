@@ -44,7 +44,9 @@ def test_good_names(registry, name):
     assert registry.acquire(name, "r").name == name
 
 
-@pytest.mark.parametrize("name", ["", " a ", "a ", ".a", "-a", "_a", "a/b", "a\n", "ä", "x" * 129, None, 3, "base"])
+@pytest.mark.parametrize(
+    "name", ["", " a ", "a ", ".a", "-a", "_a", "a/b", "a\n", "ä", "x" * 129, None, 3, "base"]
+)
 def test_bad_names_are_refused_with_the_reason(registry, name):
     with pytest.raises(AdapterFormatError, match=r"adapter name .*allowed"):
         registry.check_name(name)

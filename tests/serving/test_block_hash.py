@@ -92,4 +92,6 @@ def test_a_page_depends_on_all_before_it(tokens, tenant):
         changed[position] += 2
         other: list[bytes] = []
         extend_chain(other, changed, 2, keys)
-        assert [a == b for a, b in zip(chain, other, strict=True)] == [page < position // 2 for page in range(3)]
+        assert [a == b for a, b in zip(chain, other, strict=True)] == [
+            page < position // 2 for page in range(3)
+        ]

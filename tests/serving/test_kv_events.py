@@ -4,6 +4,7 @@ import logging
 
 import pytest
 from fake_server import FakeServer
+
 from serving.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KvEventStream, replay
 
 CLEARED = AllBlocksCleared()

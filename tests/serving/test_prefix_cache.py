@@ -1,10 +1,10 @@
 """Finding, storing and dropping cached pages; collisions of the hash cannot serve another's KV."""
 
 import pytest
+from fake_server import FakeServer
 
 import serving.block_hash
 import serving.scheduler
-from fake_server import FakeServer
 from serving.block_hash import namespace_keys
 from serving.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KvEventStream, replay
 from serving.page_pool import PagePool

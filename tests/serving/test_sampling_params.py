@@ -143,7 +143,9 @@ def test_limits_are_allowed(fields):
     assert all(getattr(params, name) in (value, ()) for name, value in fields.items())
 
 
-@pytest.mark.parametrize(("temperature", "greedy"), [(0, True), (1e-40, True), (9.9e-6, True), (1e-5, False), (1, False)])
+@pytest.mark.parametrize(
+    ("temperature", "greedy"), [(0, True), (1e-40, True), (9.9e-6, True), (1e-5, False), (1, False)]
+)
 def test_tiny_temperatures_are_greedy(temperature, greedy):
     assert SamplingParams(temperature=temperature).greedy is greedy
 
@@ -162,7 +164,9 @@ def test_values_are_normalised():
     assert params.logit_bias == {4: 2.0}
     kinds = [type(params.seed), type(params.temperature), type(params.stop_token_ids[0])]
     assert kinds == [int, float, int]
-    assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")
+    assert SamplingParams(stop=["a", "b"]).stop_strings == ("a", "b")
+    assert SamplingParams(stop="a").stop_strings == ("a",)
+    assert SamplingParams().stop_strings == ()
 
 
 def test_a_callers_list_can_change_without_harm():

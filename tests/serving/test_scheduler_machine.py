@@ -1,5 +1,7 @@
 """Random lives of a scheduling half, checked after every transition: limits, content of pages, outputs."""
 
+import contextlib
+
 import pytest
 from fake_server import FakeServer
 from hypothesis import HealthCheck, settings
@@ -23,10 +25,11 @@ class ServingMachine(RuleBasedStateMachine):
         max_num_seqs=st.integers(1, 6),
         spare=st.integers(4, 20),
         max_loras=st.integers(0, 3),
+        spare_slots=st.integers(0, 2),
         caching=st.booleans(),
         patience=st.sampled_from([0, 1, 8]),
     )
-    def start(self, num_pages, page_size, max_num_seqs, spare, max_loras, caching, patience):
+    def start(self, num_pages, page_size, max_num_seqs, spare, max_loras, spare_slots, caching, patience):
         self.server = FakeServer(
             num_pages=num_pages,
             page_size=page_size,
@@ -36,7 +39,7 @@ class ServingMachine(RuleBasedStateMachine):
             max_loras=max_loras,
             max_queue=12,
             enable_prefix_caching=caching,
-            num_slots=max_loras or 2,
+            num_slots=(max_loras or 1) + spare_slots,
             adapter_patience=patience,
         )
         for name in NAMES[:2]:
@@ -57,7 +60,10 @@ class ServingMachine(RuleBasedStateMachine):
         server = self.server
         if adapter is not None and server.registry.find(adapter) is None:
             return
-        try:
+        needed = -(-max(len(prompt), len(prompt) + max_tokens - 1) // server.config.page_size)
+        fits = needed <= server.config.num_pages
+        has_room = server.scheduler.num_waiting + n <= server.config.max_queue
+        with contextlib.nullcontext() if fits and has_room else pytest.raises(RequestRejected):
             server.add(
                 prompt,
                 max_tokens=max_tokens,
@@ -69,9 +75,6 @@ class ServingMachine(RuleBasedStateMachine):
                 cache_salt=cache_salt,
                 deadline=None if deadline is None else server.now + deadline,
             )
-        except RequestRejected as error:
-            needed = -(-max(len(prompt), len(prompt) + max_tokens - 1) // server.config.page_size)
-            assert needed > server.config.num_pages or "max_queue" in str(error)
 
     @precondition(lambda self: self.server.scheduler.has_work)
     @rule(data=st.data())

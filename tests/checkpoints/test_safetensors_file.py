@@ -1,3 +1,5 @@
+"""Safetensors files of strangers: tensors bit for bit, or one typed error."""
+
 import json
 import os
 import struct
@@ -6,17 +8,17 @@ import tracemalloc
 import ml_dtypes
 import numpy as np
 import pytest
-from adapter_files import header_bytes, safetensors_bytes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
+from safetensors_bytes import header_bytes, safetensors_bytes
 
-from lorajax.errors import AdapterFormatError
-from lorajax.lora.safetensors_file import open_safetensors
+from lorajax.checkpoints.safetensors_file import SafetensorsFile
+from lorajax.errors import AdapterFormatError, CheckpointError
 
 
 def read_all(path):
-    with open_safetensors(path) as file:
+    with SafetensorsFile(path) as file:
         return {key: file.read(key) for key in file.entries}
 
 
@@ -101,7 +103,7 @@ def test_broken_files_are_refused(tmp_path, case):
     raw, message = BROKEN[case]
     path = tmp_path / "x.safetensors"
     path.write_bytes(raw)
-    with pytest.raises(AdapterFormatError, match=message) as caught:
+    with pytest.raises(CheckpointError, match=message) as caught:
         read_all(path)
     assert str(tmp_path) not in str(caught.value)
     assert "x.safetensors" in str(caught.value)
@@ -111,7 +113,7 @@ def test_no_allocation_follows_the_length_field(tmp_path):
     path = tmp_path / "x.safetensors"
     path.write_bytes(struct.pack("<Q", 1 << 30) + b"{}")
     tracemalloc.start()
-    with pytest.raises(AdapterFormatError):
+    with pytest.raises(CheckpointError):
         read_all(path)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
@@ -123,7 +125,7 @@ def test_no_allocation_follows_the_length_field(tmp_path):
 def test_random_bytes_give_the_typed_error_or_tensors(tmp_path_factory, raw):
     path = tmp_path_factory.mktemp("random") / "x.safetensors"
     path.write_bytes(raw)
-    with pytest.raises(AdapterFormatError):
+    with pytest.raises(CheckpointError):
         read_all(path)
 
 
@@ -136,7 +138,7 @@ def test_one_changed_byte_gives_the_typed_error_or_tensors_of_the_same_size(
     path.write_bytes(GOOD[:position] + bytes([value]) + GOOD[position + 1 :])
     try:
         found = read_all(path)
-    except AdapterFormatError:
+    except CheckpointError:
         return
     assert sum(array.nbytes for array in found.values()) == 8
 
@@ -149,7 +151,7 @@ def test_pipes_and_folders_are_refused(tmp_path):
         ("folder", "not a regular file"),
         ("none", "No such file"),
     ):
-        with pytest.raises(AdapterFormatError, match=message) as caught:
+        with pytest.raises(CheckpointError, match=message) as caught:
             read_all(tmp_path / name)
         assert str(tmp_path) not in str(caught.value)
 
@@ -157,7 +159,54 @@ def test_pipes_and_folders_are_refused(tmp_path):
 def test_a_file_that_shrinks_while_it_is_read(tmp_path):
     path = tmp_path / "x.safetensors"
     path.write_bytes(GOOD)
-    with open_safetensors(path) as file:
+    with SafetensorsFile(path) as file:
         os.truncate(path, len(GOOD) - 1)
-        with pytest.raises(AdapterFormatError, match="shorter"):
+        with pytest.raises(CheckpointError, match="shorter"):
             file.read("a")
+
+
+def test_the_error_is_of_the_type_and_the_name_that_the_opener_wants(tmp_path):
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(GOOD)
+    with SafetensorsFile(path, name="adapter.safetensors", error=AdapterFormatError) as file:
+        os.truncate(path, len(GOOD) - 1)
+        with pytest.raises(AdapterFormatError, match=r"^adapter\.safetensors: .*shorter"):
+            file.read("a")
+    with pytest.raises(AdapterFormatError, match=r"^adapter\.safetensors: truncated"):
+        SafetensorsFile(path, name="adapter.safetensors", error=AdapterFormatError)
+
+
+def test_headers_above_the_limit_are_refused(tmp_path):
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(GOOD)
+    size = int.from_bytes(GOOD[:8], "little")
+    SafetensorsFile(path, max_header_bytes=size).close()
+    with pytest.raises(CheckpointError, match=f"2 to {size - 1} bytes"):
+        SafetensorsFile(path, max_header_bytes=size - 1)
+
+
+@settings(deadline=None)
+@given(
+    shape=st.lists(st.integers(0, 5), max_size=3),
+    bounds=st.lists(st.tuples(st.integers(-6, 6) | st.none(), st.integers(-6, 6) | st.none()), max_size=3),
+)
+def test_a_slice_is_that_of_the_whole(tmp_path_factory, shape, bounds):
+    path = tmp_path_factory.mktemp("slices") / "x.safetensors"
+    array = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+    path.write_bytes(safetensors_bytes({"before": np.ones(3, np.float16), "a": array}))
+    index = tuple(slice(*bound) for bound in bounds[: len(shape)])
+    with SafetensorsFile(path) as file:
+        found = file.read_slice("a", index)
+    np.testing.assert_array_equal(found, array[index])
+
+
+def test_a_slice_reads_little_more_than_it_names(tmp_path):
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(safetensors_bytes({"a": np.ones((1024, 4096), np.float32)}))
+    with SafetensorsFile(path) as file:
+        for index in ((slice(10, 20),), (slice(500, 510), slice(0, 8))):
+            tracemalloc.start()
+            file.read_slice("a", index)
+            peak = tracemalloc.get_traced_memory()[1]
+            tracemalloc.stop()
+            assert peak < 1 << 20
