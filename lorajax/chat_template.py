@@ -32,8 +32,12 @@ class ChatTemplate:
     def __init__(self, source: str):
         self._source = source
 
-    def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
-        """The prompt's text. Raises RequestRejected where the template refuses the messages."""
+    def render(self, messages: Any, **variables: Any) -> str:
+        """The prompt's text.
+
+        messages: a non-empty list of mappings with a "role", as a client sent it: anything else is refused.
+        Raises RequestRejected, also where the template refuses the messages.
+        """
         if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
             raise RequestRejected("messages must be a non-empty list of {'role': …, 'content': …}")
         try:
@@ -67,7 +71,7 @@ class _GenerationBlock(Extension):
 class _Namespace(jinja2.utils.Namespace):
     """`namespace(...)` without names that begin with an underscore, which lead to Python's internals."""
 
-    def __init__(self, *args: Any, **attributes: Any):
+    def __init__(self, /, *args: Any, **attributes: Any):
         for name in (attributes := dict(*args, **attributes)):
             _refuse_private(name)
         super().__init__(attributes)

@@ -40,7 +40,7 @@ _WINDOW_FIELDS = frozenset({"use_sliding_window", "sliding_window", "max_window_
 FAMILIES = {
     "LlamaForCausalLM": _Family(
         architecture="llama",
-        fields=frozenset({"attention_bias", "mlp_bias", "pretraining_tp"}),
+        fields=frozenset({"attention_bias", "mlp_bias"}),
         max_position_embeddings=2048,
     ),
     "MistralForCausalLM": _Family(
@@ -100,7 +100,8 @@ _SHARED = frozenset({
 _HARMLESS = frozenset({
     # training
     "attention_dropout", "finetuning_task", "gradient_checkpointing", "initializer_range",
-    "output_router_logits", "problem_type", "router_aux_loss_coef", "router_jitter_noise", "use_cache",
+    "output_router_logits", "pretraining_tp", "problem_type", "router_aux_loss_coef", "router_jitter_noise",
+    "use_cache",
     # how a library holds or runs the model
     "_attn_implementation", "_attn_implementation_autoset", "_commit_hash", "_name_or_path", "auto_map",
     "chunk_size_feed_forward", "dtype", "experts_implementation", "is_decoder", "output_attentions",
@@ -111,10 +112,10 @@ _HARMLESS = frozenset({
     # the tokenizer's, or defaults of generate(), which here come from SamplingParams
     "cls_token_id", "decoder_start_token_id", "diversity_penalty", "do_sample", "early_stopping",
     "encoder_no_repeat_ngram_size", "length_penalty", "mask_token_id", "max_length", "max_new_tokens",
-    "min_length", "no_repeat_ngram_size", "num_beam_groups", "num_beams", "num_return_sequences",
-    "output_scores", "pad_token_id", "prefix", "remove_invalid_values", "repetition_penalty",
-    "return_dict_in_generate", "sep_token_id", "task_specific_params", "temperature", "tokenizer_class",
-    "top_k", "top_p", "typical_p", "unk_token_id",
+    "max_sequence_length", "min_length", "no_repeat_ngram_size", "num_beam_groups", "num_beams",
+    "num_return_sequences", "output_scores", "pad_token_id", "prefix", "remove_invalid_values",
+    "repetition_penalty", "return_dict_in_generate", "sep_token_id", "task_specific_params", "temperature",
+    "tokenizer_class", "top_k", "top_p", "typical_p", "unk_token_id",
 })  # fmt: skip
 """No number of a forward pass depends on these."""
 
@@ -133,7 +134,6 @@ def read_hf_config(config: Mapping[str, Any], generation: Mapping[str, Any] | No
     max_positions = _integer(config, "max_position_embeddings", default=family.max_position_embeddings)
     attention_bias = _flag(config, "attention_bias")
     _only(config, "hidden_act", ("silu", "swish"), default="silu")
-    _only(config, "pretraining_tp", (1,), default=1)
     bos = _token_ids("bos_token_id", config.get("bos_token_id"))
     return ModelConfig(
         architecture=family.architecture,

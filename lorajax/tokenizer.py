@@ -46,6 +46,7 @@ class Tokenizer:
         self._added = {token_id: token.content.encode() for token_id, token in added.items()}
         self._add_bos = add_bos
         templates = {"default": chat_template} if isinstance(chat_template, str) else chat_template or {}
+        self.chat_template = templates.get("default")
         self._templates = {name: ChatTemplate(source) for name, source in templates.items()}
         named = {"bos_token": bos_token, "eos_token": eos_token, **(special_tokens or {})}
         self._template_variables = {name: text for name, text in named.items() if text is not None}

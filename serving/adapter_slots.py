@@ -70,6 +70,13 @@ class AdapterSlots:
         self._users[adapter_id] = self._users.get(adapter_id, 0) + 1
         return slot, write
 
+    def prefetch(self, adapter_id: int) -> SlotWrite:
+        """Make an adapter resident before it has users. It must not be, and `can_take`."""
+        _, write = self.pin(adapter_id)
+        self.unpin(adapter_id)
+        assert write is not None
+        return write
+
     def unpin(self, adapter_id: int) -> None:
         """One user less; the adapter stays resident until its slot is needed."""
         assert self._users.get(adapter_id, 0) > 0, f"adapter {adapter_id} is unpinned more often than pinned"
@@ -89,6 +96,11 @@ class AdapterSlots:
         if adapter_id in self._slot_of:
             del self._idle[adapter_id]
             self._free.append(self._slot_of.pop(adapter_id))
+
+    @property
+    def next_evicted(self) -> int | None:
+        """The adapter that would have to go for the next one; None if a slot is free, or none may go."""
+        return None if self._free else self._victim()
 
     def _victim(self) -> int | None:
         return next(filter(self.is_evictable, self._idle), None)

@@ -100,6 +100,16 @@ class AdapterTurns:
         self._num_running[adapter_id] = num_running + 1
         return write
 
+    def prefetch(self, waiting: WaitingQueue) -> SlotWrite | None:
+        """Bring the next adapter in line to the device ahead of its requests, if nobody loses by it."""
+        if not self._slots.can_take:
+            return None
+        head = next((r for r in self._line(waiting) if not self._slots.is_resident(r.adapter_id)), None)
+        evicted = self._slots.next_evicted
+        if head is None or (evicted is not None and waiting.head(evicted) is not None):
+            return None
+        return self._slots.prefetch(head.adapter_id)
+
     def stop(self, request: Request) -> None:
         """A running request ended, or was preempted."""
         adapter_id = request.adapter_id

@@ -179,6 +179,9 @@ class Scheduler:
             blocks -= self._add_chunk(batch, request, blocks)
         if not batch.preempted:  # pages are short: nobody new
             self._admit(batch, blocks)
+        prefetched = self._turns.prefetch(self._queue) if len(self._queue) else None
+        if prefetched is not None:
+            batch.slot_writes.append(prefetched)
         return batch
 
     def _end_late_requests(self, batch: ScheduledBatch) -> None:
@@ -219,21 +222,35 @@ class Scheduler:
         return -(-size // self.config.prefill_block)
 
     def _admit(self, batch: ScheduledBatch, blocks: int) -> None:
-        """Start waiting requests in order, passing over those whose adapter has no place."""
+        """Start waiting requests in order, passing over those whose adapter has no place.
+
+        Each leaves a page to every running request that will need one more: else it would soon be preempted
+        for that page, and its prompt computed again.
+        """
+        if not blocks or not len(self._queue) or len(self.running) >= self.config.max_num_seqs:
+            return
+        num_reserved = sum(map(self._will_grow, self.running))
         while blocks and len(self.running) < self.config.max_num_seqs:
             request = self._turns.first_to_start(self._queue)
-            if request is None or not self._start(request, batch):
+            if request is None or not self._start(request, batch, num_reserved):
                 return  # pages are short: later ones must not take them from this one
+            num_reserved += self._will_grow(request)
             blocks -= self._add_chunk(batch, request, blocks)
 
-    def _start(self, request: Request, batch: ScheduledBatch) -> bool:
+    def _will_grow(self, request: Request) -> bool:
+        """Whether a running request can come to need a page more than it has."""
+        longest = len(request.prompt_token_ids) + request.max_tokens - 1
+        return longest > len(request.page_ids) * self.config.page_size
+
+    def _start(self, request: Request, batch: ScheduledBatch, num_reserved: int) -> bool:
         """Move a waiting request to running, with all its pages and its slot; False if pages lack."""
+        num_available = self.pool.num_available - num_reserved
+        if num_available < 1:
+            return False  # not even for the one page that is never shared
         shared = self._shared_pages(request)
         num_new = -(-request.num_tokens // self.config.page_size) - len(shared)
         # shared pages without a user count as available until they are taken
-        num_taken = num_new + sum(not self.pool.count(page_id) for page_id in shared)
-        # a page for each running request to grow into: else the newcomer would soon be preempted for one
-        if num_taken + len(self.running) > self.pool.num_available:
+        if num_new + sum(not self.pool.count(page_id) for page_id in shared) > num_available:
             return False
         self._queue.remove(request)
         self.cache.share(shared)

@@ -110,7 +110,6 @@ REFUSED = {
     "other_familys_field": (changed("llama", sliding_window=8), "sliding_window = 8"),
     "qwen2_attention_bias": (changed("qwen2", attention_bias=True), "attention_bias = True"),
     "activation": (changed("llama", hidden_act="gelu"), "hidden_act.*gelu.*silu"),
-    "pretraining_tp": (changed("llama", pretraining_tp=2), "pretraining_tp"),
     "no_vocab": (changed("llama", vocab_size=None), "vocab_size is missing"),
     "zero_layers": (changed("llama", num_hidden_layers=0), "num_hidden_layers is 0"),
     "text_number": (changed("llama", hidden_size="32"), "hidden_size"),

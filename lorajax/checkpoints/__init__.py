@@ -12,7 +12,7 @@ __all__ = ["Checkpoint", "TensorSource", "open_checkpoint"]
 
 
 def open_checkpoint(source: str | Path, *, revision: str | None = None) -> Checkpoint:
-    """Open a Hugging Face folder, a `*.gguf` file or a Hub id; tensors are read later, on demand.
+    """Open a Hugging Face or Orbax folder, a `*.gguf` file or a Hub id; tensors are read later, on demand.
 
     What exists on disk is taken from there; a text of the form owner/name that does not is a Hub id.
     revision: branch, tag or commit of a Hub id.

@@ -1,4 +1,4 @@
-"""Hugging Face folders: config.json, safetensors, tokenizer; and Hub ids, which become such folders."""
+"""Hugging Face folders: config.json, tensors (safetensors or Orbax), tokenizer; Hub ids become such."""
 
 import dataclasses
 import re
@@ -9,6 +9,7 @@ import huggingface_hub
 
 from lorajax.checkpoints.checkpoint import Checkpoint
 from lorajax.checkpoints.hf_tokenizer import load_hf_tokenizer
+from lorajax.checkpoints.orbax import OrbaxTensors, has_orbax_tensors
 from lorajax.checkpoints.safetensors_folder import SafetensorsFolder, read_json_file
 from lorajax.config import ModelConfig
 from lorajax.errors import CheckpointError
@@ -32,7 +33,7 @@ def open_huggingface(folder: Path, *, name: str | None = None) -> Checkpoint:
     config = dataclasses.replace(config, name=name or folder.resolve().name)
     return Checkpoint(
         config=config,
-        tensors=SafetensorsFolder(folder),
+        tensors=OrbaxTensors(folder) if has_orbax_tensors(folder) else SafetensorsFolder(folder),
         load_tokenizer=lambda: load_hf_tokenizer(folder, config.eos_token_ids),
         generation_config=generation,
     )

@@ -2,19 +2,12 @@
 
 import json
 import shutil
-import struct
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
 from safetensors.numpy import load_file, save_file
-
-
-def safetensors_bytes(header: dict | bytes, data: bytes = b"") -> bytes:
-    """A file with that header, right or wrong."""
-    text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    return struct.pack("<Q", len(text)) + text + data
 
 
 def copy_checkpoint(source: Path, folder: Path) -> Path:

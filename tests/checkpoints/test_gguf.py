@@ -170,7 +170,11 @@ def test_unknown_tensors_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        (b"\x05\0\0\0\0\0\0\0gpt-2", b"\x05\0\0\0\0\0\0\0gpt-9", "pre-tokenizer 'gpt-9'; served is .*smollm"),
+        (
+            b"\x05\0\0\0\0\0\0\0gpt-2",
+            b"\x05\0\0\0\0\0\0\0gpt-9",
+            "pre-tokenizer 'gpt-9'; served are .*smollm",
+        ),
         (b"\x04\0\0\0\0\0\0\0gpt2", b"\x04\0\0\0\0\0\0\0bert", "tokenizer 'bert'"),
     ],
 )

@@ -202,6 +202,13 @@ class FakeServer:
         adapters = {r.adapter_id for r in self.scheduler.running} - {0}
         assert len(adapters) <= (config.max_loras or self.slots.num_slots)
         assert all(chunk.num_tokens > 0 for chunk in batch.prefills)
+        first = next(iter(self.scheduler._queue), None)
+        has_budget = len(batch.decodes) + padded + block <= config.max_num_batched_tokens
+        has_seat = len(self.scheduler.running) < config.max_num_seqs
+        if first is not None and not first.adapter_id and has_budget and has_seat and not batch.preempted:
+            needed = -(-first.num_tokens // config.page_size)
+            needed += sum(map(self.scheduler._will_grow, self.scheduler.running))
+            assert needed > self.pool.num_available, "base waits for pages alone, never for the cap"
 
     def _run(self, batch: ScheduledBatch) -> list[tuple[Request, int]]:
         """The model: reads each row's cells from its pages, writes the new ones, draws tokens."""

@@ -104,6 +104,13 @@ def test_sentencepiece_streams_as_what_the_output_adds_to_the_prompt(prompt, out
     assert text_of(SENTENCEPIECE, prompt, output, skip_special_tokens=skip) == both[len(before) :]
 
 
+def test_what_makes_no_text_does_not_begin_one():
+    he, end = (SENTENCEPIECE.fast.token_to_id(token) for token in ("▁he", "<|end|>"))
+    beyond = SENTENCEPIECE.vocab_size
+    assert text_of(SENTENCEPIECE, [], [beyond, end, he, he]) == "he he"
+    assert text_of(SENTENCEPIECE, [beyond, end], [he]) == "he"
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @settings(deadline=None)
 @given(text=TEXTS, cuts=st.tuples(st.integers(0, 40), st.integers(0, 40)))
@@ -210,6 +217,8 @@ def test_how_tokens_arrive_changes_nothing(text, stops, sizes, include):
         ("xabcd", ["ab", "abc"], "x", "ab"),
         ("xabcd", ["abc", "ab"], "x", "ab"),
         ("xabcd", ["bc", "abc"], "x", "abc"),
+        ("xabcd", ["abc", "bc"], "x", "abc"),
+        ("aabaaabaaac", ["aabaaac"], "aaba", "aabaaac"),
         ("xabcd", ["cd", "abc", "bcd"], "x", "abc"),
         ("xabcd", ["abcde", "bc"], "xa", "bc"),
         ("xabab", ["ababc"], "xabab", None),

@@ -76,7 +76,9 @@ def test_a_source_that_is_gone_or_changed_refuses_only_its_own_requests(llm, tmp
 
 
 def test_adapters_from_memory_stay_and_are_limited(llm):
-    in_memory = [jax.tree.map(np.array, lorajax.load_adapter(FOLDERS[name])) for name in ("v_only", "attn_r8")]
+    in_memory = [
+        jax.tree.map(np.array, lorajax.load_adapter(FOLDERS[name])) for name in ("v_only", "attn_r8")
+    ]
     llm.load_adapter("a", in_memory[0])
     expected = tokens(llm, "a")
     llm.load_adapter("b", in_memory[1])

@@ -2,10 +2,10 @@
 
 import pytest
 from fake_server import EOS, FakeServer, alone, chunks, make_config, next_cell, next_token
+
 from lorajax.errors import ConfigError, RequestRejected
 from serving.request import FinishReason, RequestStatus
 from serving.sampling_params import SamplingParams
-
 
 # ---- prefill and decode ----
 
@@ -354,3 +354,13 @@ def test_a_newcomer_leaves_pages_for_the_running_to_grow():
         server.add([number % 7] * (5 + number % 9), max_tokens=8 + number % 12)
     server.run()
     assert server.scheduler.num_preemptions <= 2
+
+
+def test_no_page_is_left_to_those_that_need_none():
+    server = FakeServer(num_pages=8, page_size=4, max_num_seqs=8, max_num_batched_tokens=40)
+    for number in range(8):
+        server.add([number], max_tokens=4)  # the last token needs no KV: a page is enough
+    server.step()
+    assert len(server.scheduler.running) == 8
+    server.run()
+    assert not server.scheduler.num_preemptions
