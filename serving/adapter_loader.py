@@ -50,9 +50,11 @@ class AdapterLoader:
         runner: ModelRunner,
         scheduler: Scheduler,
         dtype: jnp.dtype,
+        chat_template: str | None = None,
     ):
         self._config, self._model, self.registry = config, model, registry
         self._runner, self._scheduler, self._dtype = runner, scheduler, dtype
+        self._chat_template = chat_template
         self._host = HostTier(config.max_cpu_loras)
         self._names = threading.Lock()  # guards _loading
         self._loading: weakref.WeakValueDictionary[str, _NameLock] = weakref.WeakValueDictionary()
@@ -165,6 +167,7 @@ class AdapterLoader:
                 target_modules=self._config.lora_target_modules,
                 experts=False,
                 base_weight=self._runner.base_weight,
+                base_chat_template=self._chat_template,
                 warn=lambda text: logger.warning("adapter %r: %s", name, text),
             )
         except (AdapterFormatError, AdapterCapacityError) as error:

@@ -1,4 +1,4 @@
-"""The command line: `lorajax generate | inspect | demo`. A user's mistake is one line on stderr, status 2."""
+"""The command line: `lorajax generate | inspect | bench | demo`. A user's mistake is one line on stderr, status 2."""
 
 import argparse
 import dataclasses
@@ -56,6 +56,11 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("--model", help="the base model to check the adapter against")
     inspect.set_defaults(run=_inspect)
 
+    bench = commands.add_parser("bench", help="measure a part of the engine")
+    bench.add_argument("what", choices=["scheduler"], help="scheduler: host cost of a decode step")
+    bench.add_argument("--json", metavar="PATH", help="write the figures to a file as well")
+    bench.set_defaults(run=_bench)
+
     demo = commands.add_parser("demo", help="SmolLM2 with four adapters in one batch")
     demo.add_argument("--max-tokens", type=int, default=40, help="tokens per answer (default: 40)")
     demo.set_defaults(run=_demo)
@@ -90,6 +95,13 @@ def _inspect(arguments: argparse.Namespace) -> int:
     print(report.text)
     if report.problem is not None:
         raise AdapterFormatError(report.problem)
+    return 0
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    from serving.bench.scheduler import main as bench_scheduler
+
+    bench_scheduler(arguments.json)
     return 0
 
 

@@ -128,17 +128,15 @@ class LLMEngine:
         return self.tokenizer
 
     def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        if isinstance(prompt, str):
-            text, token_ids = prompt, self.require_tokenizer().encode(prompt)
-        else:
-            text, token_ids = None, list(prompt)
-            for token in token_ids:
-                whole = isinstance(token, numbers.Integral) and not isinstance(token, bool)
-                if not whole or not 0 <= token < self._vocab_size:
-                    raise RequestRejected(
-                        f"token id {token!r} in the prompt; allowed: 0 to {self._vocab_size - 1}"
-                    )
-            token_ids = [int(token) for token in token_ids]
+        text = prompt if isinstance(prompt, str) else None
+        token_ids = list(prompt) if text is None else self.require_tokenizer().encode(text)
+        for token in token_ids:  # a tokenizer, too, may know ids that the embedding lacks
+            whole = isinstance(token, numbers.Integral) and not isinstance(token, bool)
+            if not whole or not 0 <= token < self._vocab_size:
+                raise RequestRejected(
+                    f"token id {token!r} in the prompt; allowed: 0 to {self._vocab_size - 1}"
+                )
+        token_ids = [int(token) for token in token_ids]
         if not token_ids:
             raise RequestRejected("the prompt is empty; allowed: at least one token")
         return text, token_ids

@@ -89,7 +89,13 @@ def build_engine(
     )
     registry = AdapterRegistry(reserved_names=frozenset({checkpoint.config.name}))
     adapters = AdapterLoader(
-        config, checkpoint.config, registry=registry, runner=runner, scheduler=scheduler, dtype=dtype
+        config,
+        checkpoint.config,
+        registry=registry,
+        runner=runner,
+        scheduler=scheduler,
+        dtype=dtype,
+        chat_template=None if tokenizer is None else tokenizer.chat_template,
     )
     declared = tokenizer.eos_token_ids if tokenizer is not None else ()
     if config.warmup:

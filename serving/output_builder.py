@@ -155,5 +155,6 @@ def _detokenizer(request: Request, tokenizer: Tokenizer | None) -> Detokenizer |
         request.prompt_token_ids,
         skip_special_tokens=params.skip_special_tokens,
         stop=params.stop_strings,
+        min_tokens=params.min_tokens,
         include_stop_str_in_output=params.include_stop_str_in_output,
     )

@@ -30,6 +30,7 @@ def read_adapter(
     target_modules: Collection[str] | None = None,
     experts: bool = True,
     base_weight: Callable[[str], np.ndarray] | None = None,
+    base_chat_template: str | None = None,
     roots: Collection[str | Path] | None = None,
     warn: Callable[[str], None] = warn_user,
 ) -> AdapterWeights:
@@ -51,6 +52,7 @@ def read_adapter(
                 target_modules=target_modules,
                 experts=experts,
                 base_weight=base_weight,
+                base_chat_template=base_chat_template,
                 roots=roots,
                 warn=warn,
             )

@@ -1,15 +1,17 @@
 """Host cost of a decode step: scheduler and batch builder with a runner that computes nothing.
 
-`python -m serving.bench.scheduler` prints a table. A cell is the median over steps. Requests stand at
+`lorajax bench scheduler` prints a table. A cell is the median over steps. Requests stand at
 different places within their pages, so that each step fills, hashes and commits its share of them.
 """
 
 import dataclasses
 import itertools
+import json
 import random
 import statistics
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
@@ -154,13 +156,15 @@ def report(costs: Sequence[HostCost], console: Console) -> None:
     console.print(table)
 
 
-def main() -> None:
-    """All the sizes that matter; about half a minute."""
+def main(json_path: str | None = None) -> None:
+    """All the sizes that matter; about half a minute. json_path: where to write the figures as well."""
     console = Console()
     costs = [measure(running, adapters) for running in (1, 64, 256, 1024) for adapters in (4, 64)]
     costs.append(measure(256, 4, num_cached_pages=50_000))
     costs.append(measure(256, 4, num_registered=10_000))
     report(costs, console)
+    if json_path is not None:
+        Path(json_path).write_text(json.dumps([dataclasses.asdict(cost) for cost in costs], indent=1))
 
 
 if __name__ == "__main__":

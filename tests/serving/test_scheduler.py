@@ -364,3 +364,13 @@ def test_no_page_is_left_to_those_that_need_none():
     assert len(server.scheduler.running) == 8
     server.run()
     assert not server.scheduler.num_preemptions
+
+
+def test_a_newcomer_leaves_a_page_to_each_that_will_grow():
+    server = FakeServer(num_pages=6, page_size=4)
+    requests = [server.add([number] * 7, max_tokens=4)[0] for number in range(3)]
+    for _ in range(2):  # of six pages two requests hold two each; two are theirs to grow into
+        server.step()
+        assert requests[2].status is RequestStatus.WAITING
+    server.run()
+    assert not server.scheduler.num_preemptions
