@@ -41,5 +41,9 @@ class RequestRejected(LoraJaxError, ValueError):
     """The request can never be served as it stands."""
 
 
+class QueueFull(RequestRejected):
+    """As many requests wait as may; the same one can be accepted later."""
+
+
 class EngineClosed(LoraJaxError):
     """The engine was closed, or stopped by an error that its cause names."""

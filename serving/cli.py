@@ -1,4 +1,7 @@
-"""The command line: `lorajax generate | inspect | bench | demo`. A user's mistake is one line on stderr, status 2."""
+"""The command line: `lorajax generate | inspect | bench | demo`.
+
+A user's mistake is one line on stderr and exit status 2.
+"""
 
 import argparse
 import dataclasses

@@ -17,6 +17,7 @@ from lorajax.errors import ConfigError, RequestRejected
 from lorajax.sampler import SamplerOutput
 from lorajax.tokenizer import Tokenizer
 from serving.adapter_loader import AdapterLoader
+from serving.adapter_registry import RegisteredAdapter
 from serving.batch_builder import BatchBuilder, PaddedBatch
 from serving.compilations import CompilationCounter
 from serving.config import EngineConfig
@@ -84,37 +85,54 @@ class LLMEngine:
         """Tokenize, validate, and take hold of the adapter. Raises RequestRejected, AdapterNotFound."""
         text, token_ids = self._tokenize(prompt)
         _refuse_unserved(params)
-        room = self._max_model_len - len(token_ids)
-        if room < 1:
+        if len(token_ids) >= self._max_model_len:
             raise RequestRejected(
                 f"the prompt has {len(token_ids)} tokens; allowed: {self._max_model_len - 1}, one less than "
                 "max_model_len"
             )
-        eos = () if params.ignore_eos else self._eos
-        seed = self._new_seed() if params.seed is None else params.seed
         entry = None if adapter is None else self.adapters.acquire(adapter, request_id)
-        leader = None
-        children = []
+        try:
+            children = self._children_of(request_id, token_ids, params, adapter, entry, priority, cache_salt)
+            output = OutputBuilder(children, prompt=text, tokenizer=self.tokenizer, final_only=final_only)
+        except BaseException:
+            if entry is not None:
+                self.adapters.release(entry.adapter_id, request_id)
+            raise
+        return PreparedRequest(request_id=request_id, children=children, output=output)
+
+    def _children_of(
+        self,
+        request_id: str,
+        token_ids: list[int],
+        params: SamplingParams,
+        adapter: str | None,
+        entry: RegisteredAdapter | None,
+        priority: int,
+        cache_salt: str | None,
+    ) -> tuple[Request, ...]:
+        """One request of the scheduler for each of the n completions."""
+        # None takes what the model, and the page pool, leave
+        room = max(1, self._scheduler.config.max_request_len - len(token_ids))
+        seed = self._new_seed() if params.seed is None else params.seed
+        children: list[Request] = []
         for index in range(params.n):
             child = Request(
                 request_id=request_id if params.n == 1 else f"{request_id}/{index}",
                 group_id=request_id,
                 child_index=index,
-                leader=leader,
+                leader=children[0] if children else None,
                 prompt_token_ids=token_ids,
                 params=params,
                 adapter_id=0 if entry is None else entry.adapter_id,
                 adapter_name=adapter,
                 priority=priority,
                 cache_salt=cache_salt,
-                eos_token_ids=eos,
+                eos_token_ids=() if params.ignore_eos else self._eos,
                 max_tokens=room if params.max_tokens is None else params.max_tokens,
                 seed=seed % 2**64,
             )
-            leader = leader or child
             children.append(child)
-        output = OutputBuilder(tuple(children), prompt=text, tokenizer=self.tokenizer, final_only=final_only)
-        return PreparedRequest(request_id=request_id, children=tuple(children), output=output)
+        return tuple(children)
 
     def discard(self, prepared: PreparedRequest) -> None:
         """Let go of a prepared request that will not be added."""
@@ -129,7 +147,7 @@ class LLMEngine:
 
     def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         text = prompt if isinstance(prompt, str) else None
-        token_ids = list(prompt) if text is None else self.require_tokenizer().encode(text)
+        token_ids: list[Any] = list(prompt) if text is None else self.require_tokenizer().encode(text)
         for token in token_ids:  # a tokenizer, too, may know ids that the embedding lacks
             whole = isinstance(token, numbers.Integral) and not isinstance(token, bool)
             if not whole or not 0 <= token < self._vocab_size:
@@ -243,7 +261,7 @@ class LLMEngine:
         scheduler, pool = self._scheduler, self._scheduler.pool
         return EngineStats(
             num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting),
+            num_waiting=scheduler.num_waiting,
             num_finished=self._num_finished,
             num_preemptions=scheduler.num_preemptions,
             num_steps=self._num_steps,

@@ -175,7 +175,10 @@ class LLM:
         replace: a new version for new requests; running ones finish on the weights they began with.
         Raises AdapterFormatError, AdapterExists, AdapterCapacityError.
         """
-        return self._engine.adapters.load(name, source, pinned=pinned, replace=replace)
+        status = self._engine.adapters.load(name, source, pinned=pinned, replace=replace)
+        if replace:  # the old version leaves now if nobody uses it
+            self._loop.call(self._engine.adapters.collect_drained)
+        return status
 
     def unload_adapter(self, name: str, *, timeout: int | float | None = None) -> int:
         """Refuse new requests at once, wait for running ones, free all that the adapter holds.

@@ -14,7 +14,7 @@ import bisect
 import time
 from collections.abc import Callable, Iterable
 
-from lorajax.errors import RequestRejected
+from lorajax.errors import QueueFull, RequestRejected
 from serving.adapter_slots import AdapterSlots
 from serving.adapter_turns import AdapterTurns
 from serving.block_hash import block_hash, extend_chain, namespace_keys
@@ -77,7 +77,7 @@ class Scheduler:
         if not request.request_id or request.request_id in self._live:
             raise RequestRejected(f"request id {request.request_id!r} is empty or in use; allowed: a new one")
         if self.num_waiting >= self.config.max_queue:
-            raise RequestRejected(
+            raise QueueFull(
                 f"{self.num_waiting} requests are waiting; allowed: max_queue = {self.config.max_queue}"
             )
         self._check_fits(request)
