@@ -223,7 +223,7 @@ class AdapterLoader:
 
 def _canonical(source: AdapterSource) -> AdapterSource:
     """Paths by what they resolve to, so that two spellings are the same source."""
-    if isinstance(source, AdapterWeights):
+    if not isinstance(source, (str, Path)):
         return source
     path = Path(source).expanduser()
     return str(path.resolve()) if path.exists() else str(source)

@@ -102,6 +102,10 @@ class EngineConfig:
             raise ConfigError(
                 f"lora_target_modules is {targets!r}; allowed: a tuple of module names, or None"
             )
+        if not isinstance(self.compilation_cache_dir, (str, type(None))):
+            raise ConfigError(
+                f"compilation_cache_dir is {self.compilation_cache_dir!r}; allowed: a folder, or None"
+            )
         _check_integer("tensor_parallel_size", self.tensor_parallel_size, at_least=1)
         endpoint = self.kv_events_endpoint
         if endpoint is not None and not (isinstance(endpoint, str) and "://" in endpoint and self.kv_events):

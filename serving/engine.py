@@ -8,7 +8,7 @@ builder pads it, the runner computes it, the scheduler takes the tokens, the out
 import dataclasses
 import numbers
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -83,6 +83,8 @@ class LLMEngine:
         final_only: bool = False,
     ) -> PreparedRequest:
         """Tokenize, validate, and take hold of the adapter. Raises RequestRejected, AdapterNotFound."""
+        if not isinstance(params, SamplingParams):
+            raise RequestRejected(f"sampling_params is a {type(params).__name__}; allowed: SamplingParams")
         text, token_ids = self._tokenize(prompt)
         _refuse_unserved(params)
         if len(token_ids) >= self._max_model_len:
@@ -146,11 +148,13 @@ class LLMEngine:
         return self.tokenizer
 
     def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        if not isinstance(prompt, Iterable) or isinstance(prompt, (Mapping, bytes)):
+            raise RequestRejected(f"the prompt is a {type(prompt).__name__}; allowed: a text, or token ids")
         text = prompt if isinstance(prompt, str) else None
         token_ids: list[Any] = list(prompt) if text is None else self.require_tokenizer().encode(text)
         for token in token_ids:  # a tokenizer, too, may know ids that the embedding lacks
             whole = isinstance(token, numbers.Integral) and not isinstance(token, bool)
-            if not whole or not 0 <= token < self._vocab_size:
+            if not whole or not 0 <= int(token) < self._vocab_size:
                 raise RequestRejected(
                     f"token id {token!r} in the prompt; allowed: 0 to {self._vocab_size - 1}"
                 )

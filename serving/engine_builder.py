@@ -16,6 +16,7 @@ from lorajax.kv_cache import kv_cache_bytes_per_page
 from lorajax.load import resolve_dtype
 from lorajax.lora.add_lora import add_lora
 from lorajax.lora.slots import LoRAConfig
+from lorajax.lora.targets import adapter_targets
 from lorajax.models.loading import load_weights
 from lorajax.tokenizer import Tokenizer
 from serving.adapter_loader import AdapterLoader
@@ -48,6 +49,11 @@ def build_engine(
         model = load_weights(checkpoint.config, checkpoint.tensors, dtype=dtype, progress=bar)
     if config.max_loras:
         targets = None if config.lora_target_modules is None else frozenset(config.lora_target_modules)
+        known = {path.rpartition(".")[2] for path in adapter_targets(checkpoint.config)}
+        if targets is not None and not targets <= known:
+            raise ConfigError(
+                f"lora_target_modules has {sorted(targets - known)}; allowed: {', '.join(sorted(known))}"
+            )
         add_lora(
             model,
             LoRAConfig(num_slots=config.max_loras + 1, max_rank=config.max_lora_rank, target_modules=targets),

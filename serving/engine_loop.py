@@ -10,7 +10,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
 
 from lorajax.errors import EngineClosed, RequestRejected
 from serving.engine import LLMEngine, PreparedRequest
@@ -19,6 +19,13 @@ from serving.outputs import RequestOutput
 T = TypeVar("T")
 
 logger = logging.getLogger("lorajax.engine")
+
+
+@runtime_checkable
+class Receiver(Protocol):
+    """Takes the outputs of one request, or the error that ended it. Called on the engine's thread."""
+
+    def put(self, item: RequestOutput | BaseException) -> None: ...
 
 
 class OutputStream:
@@ -47,7 +54,7 @@ class EngineLoop:
     def __init__(self, engine: LLMEngine):
         self._engine = engine
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._streams: dict[str, OutputStream] = {}
+        self._streams: dict[str, Receiver] = {}
         self._lock = threading.Lock()  # guards _closing: nothing is posted after the last drain
         self._closing = False
         self._failure: BaseException | None = None
@@ -57,6 +64,11 @@ class EngineLoop:
     def submit(self, requests: Sequence[PreparedRequest]) -> list[OutputStream]:
         """Queue requests together, so that they can share their first batch."""
         streams = [OutputStream(request.request_id) for request in requests]
+        self.submit_to(requests, streams)
+        return streams
+
+    def submit_to(self, requests: Sequence[PreparedRequest], streams: Sequence[Receiver]) -> None:
+        """Queue requests whose outputs go to the given receivers."""
 
         def add() -> None:
             for request, stream in zip(requests, streams, strict=True):
@@ -71,8 +83,12 @@ class EngineLoop:
                     del self._streams[request.request_id]
                     stream.put(error)
 
-        self._post(add)
-        return streams
+        try:
+            self._post(add)
+        except EngineClosed:
+            for request in requests:
+                self._engine.discard(request)
+            raise
 
     def abort(self, request_id: str) -> None:
         """End a request before its next step. Unknown and finished requests are left alone."""

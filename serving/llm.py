@@ -2,7 +2,7 @@
 
 import itertools
 import numbers
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -15,7 +15,7 @@ from lorajax.tokenizer import Tokenizer
 from serving.config import EngineConfig
 from serving.engine import PreparedRequest
 from serving.engine_builder import build_engine
-from serving.engine_loop import EngineLoop, OutputStream
+from serving.engine_loop import EngineLoop, OutputStream, Receiver
 from serving.outputs import AdapterStatus, EngineStats, RequestOutput
 from serving.sampling_params import SamplingParams
 
@@ -144,11 +144,36 @@ class LLM:
         finally:
             self._loop.abort(stream.request_id)
 
+    # ---- for AsyncLLM ----
+
+    def new_request_id(self) -> str:
+        """An id that no request had before."""
+        return f"request-{next(self._request_numbers)}"
+
+    def check_request_id(self, request_id: str, live: Collection[str]) -> str:
+        """A caller's id if it can be given to a new request. Raises RequestRejected."""
+        if not isinstance(request_id, str) or not request_id or request_id in live:
+            raise RequestRejected(f"request id {request_id!r:.80} is empty or in use; allowed: a new one")
+        return request_id
+
+    def prepare(
+        self, prompt: Prompt, params: SamplingParams, adapter: str | None, **options: Any
+    ) -> PreparedRequest:
+        """See `LLMEngine.prepare`."""
+        return self._engine.prepare(prompt, params, adapter, **options)
+
+    def submit_to(self, prepared: PreparedRequest, receiver: Receiver) -> None:
+        """Queue a prepared request whose outputs go to `receiver`, on the engine's thread."""
+        self._loop.submit_to([prepared], [receiver])
+
+    def abort(self, request_id: str) -> None:
+        """End a request. Unknown and finished ids are left alone."""
+        self._loop.abort(request_id)
+
     def _prepare(
         self, prompt: Prompt, params: SamplingParams, adapter: str | None, **options: Any
     ) -> PreparedRequest:
-        request_id = f"request-{next(self._request_numbers)}"
-        return self._engine.prepare(prompt, params, adapter, request_id=request_id, **options)
+        return self.prepare(prompt, params, adapter, request_id=self.new_request_id(), **options)
 
     def _wait(self, streams: list[OutputStream], use_tqdm: bool) -> list[RequestOutput]:
         """The final output of each stream. Interrupted, it aborts them all."""
@@ -224,6 +249,10 @@ class LLM:
 def _as_list_of_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
+    if not isinstance(prompts, Iterable) or isinstance(prompts, (Mapping, bytes)):
+        raise RequestRejected(
+            f"prompts is a {type(prompts).__name__}; allowed: a text, texts, or lists of token ids"
+        )
     listed: list[Any] = list(prompts)
     if listed and all(isinstance(item, numbers.Integral) for item in listed):
         return [listed]  # one prompt of token ids

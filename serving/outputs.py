@@ -64,6 +64,18 @@ class RequestOutput:
     num_cached_tokens: int
     metrics: RequestMetrics
 
+    def renamed(self, request_id: str) -> "RequestOutput":
+        """The same output under the caller's id."""
+        return self if request_id == self.request_id else dataclasses.replace(self, request_id=request_id)
+
+    def following(self, earlier: "RequestOutput") -> "RequestOutput":
+        """This output for a reader who has not seen `earlier`: the deltas of both, joined."""
+        joined = [
+            dataclasses.replace(new, delta=old.delta + new.delta)
+            for old, new in zip(earlier.outputs, self.outputs, strict=True)
+        ]
+        return dataclasses.replace(self, outputs=joined)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdapterStatus:

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import DTypeLike
 
-from lorajax.checkpoints.huggingface import fetch_from_hub
+from lorajax.checkpoints.huggingface import fetch_from_hub, is_hub_id
 from lorajax.config import ModelConfig
 from lorajax.errors import AdapterFormatError, CheckpointError
 from lorajax.lora.adapter_folder import confined
@@ -41,6 +41,10 @@ def read_adapter(
     The other arguments are those of `lorajax.lora.peft.load_peft`.
     Raises AdapterFormatError, AdapterCapacityError.
     """
+    if not isinstance(source, (str, Path, AdapterWeights)):
+        raise AdapterFormatError(
+            f"the source is a {type(source).__name__}; allowed: a folder, a Hub id, or AdapterWeights"
+        )
     if not isinstance(source, AdapterWeights):
         folder = _folder(source, roots)
         if not is_orbax_folder(folder):
@@ -68,6 +72,8 @@ def _folder(source: str | Path, roots: Collection[str | Path] | None) -> Path:
     path = Path(source).expanduser()
     if path.exists() or isinstance(source, Path) or roots is not None:
         return path
+    if not is_hub_id(source):
+        raise AdapterFormatError(f"{path.name!r}: no such folder, and no Hub id (owner/name)")
     try:
         return fetch_from_hub(source, None, patterns=_ADAPTER_FILES)
     except CheckpointError as error:
