@@ -27,7 +27,7 @@ slow: $(VENV)/.dev
 
 # Live comparison with transformers + PEFT. Pulls torch, into an environment of its own.
 parity: $(VENV)-parity/.dev
-	$(VENV)-parity/bin/python -m pytest -m parity $(PYTEST_ARGS)
+	$(VENV)-parity/bin/python -m pytest -m parity -o filterwarnings=default tests/lora $(PYTEST_ARGS)
 
 $(VENV)/.demo: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
