@@ -33,12 +33,12 @@ def find_smollm2() -> Path:
     return files[0]
 
 
-def unpack_adapters(folder: Path) -> dict[str, Path]:
+def unpack_adapters(folder: str | Path) -> dict[str, Path]:
     """Unpack the demo adapters into `folder`: adapter name -> PEFT folder."""
     for name in ADAPTERS:
         with tarfile.open(Path(__file__).parent / "demo_adapters" / f"{name}.tar.xz") as archive:
             archive.extractall(folder, filter="data")
-    return {name: folder / name for name in ADAPTERS}
+    return {name: Path(folder) / name for name in ADAPTERS}
 
 
 def run_demo(console: Console, max_tokens: int = 40) -> None:
