@@ -6,24 +6,26 @@ builder pads it, the runner computes it, the scheduler takes the tokens, the out
 """
 
 import dataclasses
+import itertools
 import numbers
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
 from lorajax.errors import ConfigError, RequestRejected
-from lorajax.sampler import SamplerOutput
+from lorajax.logprobs import Logprobs
 from lorajax.tokenizer import Tokenizer
 from serving.adapter_loader import AdapterLoader
 from serving.batch_builder import BatchBuilder, PaddedBatch
 from serving.compilations import CompilationCounter
 from serving.config import EngineConfig
 from serving.kv_events import KvEvent, KvEventStream
-from serving.model_runner import ModelRunner
+from serving.model_runner import ModelRunner, StepOutput
 from serving.output_builder import OutputBuilder, TokenLogprobs
 from serving.outputs import EngineStats, RequestOutput
 from serving.request import FinishReason, Request
+from serving.request_adjustment import adjustment_of
 from serving.sampling_params import SamplingParams
 from serving.scheduler import Scheduler
 
@@ -77,18 +79,29 @@ class LLMEngine:
         priority: int = 0,
         cache_salt: str | None = None,
         final_only: bool = False,
+        score_from: int | None = None,
     ) -> PreparedRequest:
-        """Tokenize, validate, and take hold of the adapter. Raises RequestRejected, AdapterNotFound."""
-        text, token_ids = self._tokenize(prompt)
+        """Tokenize, validate, and take hold of the adapter. Raises RequestRejected, AdapterNotFound.
+
+        score_from: end with the prompt, without a sampled token, after the log-probabilities of its tokens
+        from this one on.
+        """
+        token_ids = self.token_ids(prompt)
         _refuse_unserved(params)
         room = self._max_model_len - len(token_ids)
-        if room < 1:
+        max_tokens = params.max_tokens if score_from is None else 0
+        longest = self._max_model_len - (max_tokens != 0)
+        if len(token_ids) > longest:
             raise RequestRejected(
-                f"the prompt has {len(token_ids)} tokens; allowed: {self._max_model_len - 1}, one less than "
-                "max_model_len"
+                f"the prompt has {len(token_ids)} tokens; allowed: {longest}, since max_model_len is "
+                f"{self._max_model_len}"
             )
         eos = () if params.ignore_eos else self._eos
+        if score_from is None and params.prompt_logprobs is not None:
+            score_from = 1
         seed = self._new_seed() if params.seed is None else params.seed
+        ends = (*eos, *(params.stop_token_ids or ()))
+        adjustments = [adjustment_of(params, token_ids, ends, self._vocab_size) for _ in range(params.n)]
         entry = None if adapter is None else self.adapters.registry.acquire(adapter, request_id)
         leader = None
         children = []
@@ -105,12 +118,19 @@ class LLMEngine:
                 priority=priority,
                 cache_salt=cache_salt,
                 eos_token_ids=eos,
-                max_tokens=room if params.max_tokens is None else params.max_tokens,
+                adjustment=adjustments[index],
+                score_from=score_from if index == 0 else None,
+                max_tokens=room if max_tokens is None else max_tokens,
                 seed=seed % 2**64,
             )
             leader = leader or child
             children.append(child)
-        output = OutputBuilder(tuple(children), prompt=text, tokenizer=self.tokenizer, final_only=final_only)
+        output = OutputBuilder(
+            tuple(children),
+            prompt=prompt if isinstance(prompt, str) else None,
+            tokenizer=self.tokenizer,
+            final_only=final_only,
+        )
         return PreparedRequest(request_id=request_id, children=tuple(children), output=output)
 
     def discard(self, prepared: PreparedRequest) -> None:
@@ -124,21 +144,30 @@ class LLMEngine:
             )
         return self.tokenizer
 
-    def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+    def token_ids(self, prompt: Prompt) -> list[int]:
+        """A prompt as valid token ids, at least one. Raises RequestRejected."""
         if isinstance(prompt, str):
-            text, token_ids = prompt, self.require_tokenizer().encode(prompt)
+            token_ids = self.require_tokenizer().encode(prompt)
         else:
-            text, token_ids = None, list(prompt)
-            for token in token_ids:
-                whole = isinstance(token, numbers.Integral) and not isinstance(token, bool)
-                if not whole or not 0 <= token < self._vocab_size:
-                    raise RequestRejected(
-                        f"token id {token!r} in the prompt; allowed: 0 to {self._vocab_size - 1}"
-                    )
-            token_ids = [int(token) for token in token_ids]
+            token_ids = self._checked(prompt)
         if not token_ids:
             raise RequestRejected("the prompt is empty; allowed: at least one token")
-        return text, token_ids
+        return token_ids
+
+    def completion_token_ids(self, completion: Prompt) -> list[int]:
+        """What follows a prompt, as valid token ids: a text without special tokens. May be empty."""
+        if isinstance(completion, str):
+            return self.require_tokenizer().encode(completion, add_special_tokens=False)
+        return self._checked(completion)
+
+    def _checked(self, token_ids: Sequence[int]) -> list[int]:
+        for token in token_ids:
+            whole = isinstance(token, numbers.Integral) and not isinstance(token, bool)
+            if not whole or not 0 <= token < self._vocab_size:
+                raise RequestRejected(
+                    f"token id {token!r} in the prompt; allowed: 0 to {self._vocab_size - 1}"
+                )
+        return [int(token) for token in token_ids]
 
     def _new_seed(self) -> int:
         return secrets.randbits(64) if self._seeds is None else int(self._seeds.integers(2**63))
@@ -185,7 +214,7 @@ class LLMEngine:
             batch = self._scheduler.schedule()
             for write in batch.slot_writes:
                 self._runner.write_slot(write.slot, self.adapters.packed(write.adapter_id))
-            runs: list[tuple[PaddedBatch, SamplerOutput]] = []
+            runs: list[tuple[PaddedBatch, StepOutput]] = []
             if batch.decodes:
                 padded = self._builder.build_decode(batch.decodes)
                 runs.append((padded, self._runner.execute(padded)))
@@ -196,11 +225,16 @@ class LLMEngine:
             for chunk in batch.prefills:
                 self._outputs[chunk.request.group_id].mark_scheduled()
             sampled = [row for padded, output in runs for row in _read_rows(padded, output)]
+            for padded, output in runs:
+                for request, position, logprobs in _read_scores(padded, output):
+                    self._outputs[request.group_id].append_prompt_logprobs(position, logprobs)
         self._scheduler.update(batch, [(request, token) for request, token, _ in sampled])
         for request, token, logprobs in sampled:
             self._take_token(request, token, logprobs)
+        # those that wanted no token end with their prompt
+        prompts = [c.request for c in batch.prefills if c.request.finish_reason and not c.request.max_tokens]
         changed = {request.group_id for request, _, _ in sampled} | {r.group_id for r in batch.ended}
-        return self._collect(changed)
+        return self._collect(changed | {request.group_id for request in prompts})
 
     def _take_token(self, request: Request, token: int, logprobs: TokenLogprobs | None) -> None:
         self._num_output_tokens += 1
@@ -278,32 +312,37 @@ class LLMEngine:
         self._runner.close()
 
 
-def _read_rows(padded: PaddedBatch, output: SamplerOutput) -> list[tuple[Request, int, TokenLogprobs | None]]:
+def _read_rows(padded: PaddedBatch, output: StepOutput) -> list[tuple[Request, int, TokenLogprobs | None]]:
     """Wait for the device, and pair every sampled request with its token."""
     tokens = np.asarray(output.token_ids).tolist()
-    if not padded.with_logprobs:
-        return [(request, tokens[row], None) for row, request in enumerate(padded.sampled)]
-    chosen, top_ids, top = map(np.asarray, (output.logprobs, output.top_token_ids, output.top_logprobs))
+    logprobs = [None] * len(tokens) if output.logprobs is None else _split(output.logprobs)
+    return [(request, tokens[row], logprobs[row]) for row, request in enumerate(padded.sampled)]
+
+
+def _read_scores(padded: PaddedBatch, output: StepOutput) -> Iterator[tuple[Request, int, TokenLogprobs]]:
+    """Wait for the device, and pair every scored prompt token with its log-probabilities."""
+    if padded.scored is None:
+        return
+    rows = itertools.chain.from_iterable(map(_split, output.prompt_logprobs))
+    for request, first, count in padded.scored.spans:
+        for position, logprobs in zip(range(first, first + count), rows, strict=False):
+            yield request, position, logprobs
+
+
+def _split(logprobs: Logprobs) -> list[TokenLogprobs]:
+    """Row by row."""
+    chosen = np.asarray(logprobs.chosen).tolist()
+    if logprobs.top is None:
+        none = np.empty(0)
+        return [TokenLogprobs(chosen=value, top_token_ids=none, top_logprobs=none) for value in chosen]
+    top_ids, top = np.asarray(logprobs.top_token_ids), np.asarray(logprobs.top)
     return [
-        (
-            request,
-            tokens[row],
-            TokenLogprobs(chosen=float(chosen[row]), top_token_ids=top_ids[row], top_logprobs=top[row]),
-        )
-        for row, request in enumerate(padded.sampled)
+        TokenLogprobs(chosen=value, top_token_ids=top_ids[row], top_logprobs=top[row])
+        for row, value in enumerate(chosen)
     ]
 
 
-_UNSERVED = {
-    "prompt_logprobs": None,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "repetition_penalty": 1.0,
-    "logit_bias": None,
-    "allowed_token_ids": None,
-    "min_tokens": 0,
-    "structured_output": None,
-}
+_UNSERVED = {"structured_output": None}
 
 
 def _refuse_unserved(params: SamplingParams) -> None:

@@ -51,7 +51,11 @@ class RequestMetrics:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RequestOutput:
-    """A request's state. adapter: name, None for the base model; adapter_id: the very version used."""
+    """A request's state. adapter: name, None for the base model; adapter_id: the very version used.
+
+    prompt_logprobs: one entry per prompt token, None for the first, which follows nothing; the given token
+    first in each. None if not asked for, or the request ended before its prompt was computed.
+    """
 
     request_id: str
     prompt: str | None
@@ -107,3 +111,12 @@ class EngineStats:
     num_adapters: int
     num_resident_adapters: int
     num_compilations: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScoreOutput:
+    """Log-probabilities (natural) of a completion's tokens under the model, given the prompt before them."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    cumulative_logprob: float

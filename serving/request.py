@@ -3,6 +3,7 @@
 import dataclasses
 import enum
 
+from serving.request_adjustment import RequestAdjustment
 from serving.sampling_params import SamplingParams
 
 
@@ -34,6 +35,8 @@ class Request:
     request_id: unique among live requests. group_id: of the request as the user made it, shared by
     its n children. leader: the first child, whose prompt pages the others reuse; None for itself.
     eos_token_ids: ids that end it; empty with ignore_eos. seed: 64 bits, fixed at creation.
+    adjustment: what it does to its logits before a draw; None for nothing. score_from: the first prompt
+    token whose log-probability is wanted, at least 1; None for none.
     """
 
     request_id: str
@@ -47,6 +50,8 @@ class Request:
     priority: int = 0
     cache_salt: str | None = None
     eos_token_ids: tuple[int, ...] = ()
+    adjustment: RequestAdjustment | None = None
+    score_from: int | None = None
     max_tokens: int = 16
     seed: int = 0
     deadline: float | None = None

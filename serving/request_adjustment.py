@@ -63,6 +63,11 @@ class RequestAdjustment:
         self._num_output = len(output)
 
     @property
+    def dense(self) -> bool:
+        """Whether it has a number for each token, and not only sets of tokens."""
+        return self.bias is not None or self.penalty is not None
+
+    @property
     def allowed(self) -> np.ndarray:
         """Tokens that the next draw may give, [words] uint32; never none of them."""
         allowed = self._allowed if self.token_mask is None else self._allowed & self.token_mask

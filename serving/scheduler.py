@@ -111,7 +111,7 @@ class Scheduler:
     def _check_fits(self, request: Request) -> None:
         config, prompt = self.config, request.num_prompt_tokens
         longest = prompt + request.max_tokens
-        if prompt < 1 or request.max_tokens < 1:
+        if prompt < 1 or request.max_tokens < 0:
             raise RequestRejected(
                 f"the request has {prompt} prompt tokens and max_tokens {request.max_tokens}; allowed: 1 or more"
             )
@@ -121,7 +121,7 @@ class Scheduler:
                 f"max_model_len = {config.max_model_len}"
             )
         # the last token's KV is never written
-        if longest - 1 > config.num_pages * config.page_size:
+        if max(prompt, longest - 1) > config.num_pages * config.page_size:
             raise RequestRejected(
                 f"the request needs KV for {longest - 1} tokens; allowed: {config.num_pages} pages of "
                 f"{config.page_size} tokens"
@@ -210,7 +210,8 @@ class Scheduler:
     def _add_chunk(self, batch: ScheduledBatch, request: Request, size: int) -> int:
         """Schedule the next `size` tokens; returns how many blocks they take."""
         start = request.num_computed_tokens
-        batch.prefills.append(PrefillChunk(request, start, size, start + size == request.num_tokens))
+        samples = start + size == request.num_tokens and request.max_tokens > 0
+        batch.prefills.append(PrefillChunk(request, start, size, samples))
         return -(-size // self.config.prefill_block)
 
     def _reserve(self, request: Request, num_tokens: int, batch: ScheduledBatch) -> bool:
@@ -365,6 +366,8 @@ class Scheduler:
             if chunk.request.status is RequestStatus.RUNNING:
                 chunk.request.num_computed_tokens += chunk.num_tokens
                 self._commit_pages(chunk.request, chunk.start)
+                if not chunk.request.max_tokens and chunk.request.prompt_computed:
+                    self.finish(chunk.request, FinishReason.LENGTH)
         for request, token_id in sampled:
             if request.status is RequestStatus.RUNNING:
                 request.output_token_ids.append(token_id)
