@@ -45,7 +45,7 @@ def _draw(logits: Float[Array, "rows vocab"], inputs: SamplingInputs) -> Int32[A
     scaled = logits / temperature[:, None]
     filters = (inputs.top_k > 0) | (inputs.top_p < 1) | (inputs.min_p > 0)
     kept = jax.lax.cond(
-        jnp.any(filters), _kept_tokens, lambda scaled, _: jnp.ones_like(scaled, bool), scaled, inputs
+        jnp.any(filters), kept_tokens, lambda scaled, _: jnp.ones_like(scaled, bool), scaled, inputs
     )
 
     def noise(seed: Array, child: Array, position: Array) -> Array:
@@ -56,7 +56,7 @@ def _draw(logits: Float[Array, "rows vocab"], inputs: SamplingInputs) -> Int32[A
     return jnp.argmax(jnp.where(kept, scaled + gumbel, -jnp.inf), axis=-1).astype(jnp.int32)
 
 
-def _kept_tokens(scaled: Float[Array, "rows vocab"], inputs: SamplingInputs) -> Bool[Array, "rows vocab"]:
+def kept_tokens(scaled: Float[Array, "rows vocab"], inputs: SamplingInputs) -> Bool[Array, "rows vocab"]:
     """Tokens that min-p, top-k and top-p leave, each filter over what the one before left.
 
     Tokens that tie with the last one kept are kept as well.
