@@ -35,6 +35,11 @@ def inputs_of(params, *, rows=None, outputs=0):
     return SamplingInputs(**vars(sampling_rows(requests, rows or len(requests))))
 
 
+def repeated(params, count):
+    """The fields of `count` rows with the same settings, to be varied."""
+    return {name: np.repeat(column, count, axis=0) for name, column in vars(inputs_of([params])).items()}
+
+
 def draw(logits, inputs):
     return np.asarray(DRAW(np.asarray(logits, np.float32), inputs)).tolist()
 
@@ -98,7 +103,7 @@ def test_distribution_by_chi_square(params, vary):
     """Each of seed, child and position alone makes independent draws."""
     count = 20_000
     logits = distinct_logits(np.random.default_rng(5), vocab=12)
-    inputs = vars(inputs_of([params] * count))
+    inputs = repeated(params, count)
     inputs["seed"][:, 0] = 11
     number = np.arange(count)
     if vary == "seed":
@@ -122,7 +127,7 @@ def test_neighbouring_positions_and_children_are_independent():
     for vary in ("child", "position"):
         draws = []
         for step in (0, 1):
-            inputs = vars(inputs_of([params] * count))
+            inputs = repeated(params, count)
             inputs["seed"][:, 0] = np.arange(count)
             inputs[vary][:] = step
             draws.append(np.array(draw(logits, SamplingInputs(**inputs))))
