@@ -11,8 +11,6 @@ from jaxtyping import Array, Bool, Float, Int32, UInt32
 from lorajax.arrays import AnyArray
 from lorajax.pytree import pytree_dataclass
 
-MAX_LOGPROBS = 20  # most alternatives that a request can ask for; the device always returns as many
-
 
 @pytree_dataclass
 class SamplingInputs:
@@ -32,38 +30,13 @@ class SamplingInputs:
     position: Int32[AnyArray, " rows"]
 
 
-@pytree_dataclass
-class SamplerOutput:
-    """Tokens and, where asked for, log-probabilities of the raw logits (whatever the temperature)."""
-
-    token_ids: Int32[Array, " rows"]
-    logprobs: Float[Array, " rows"] | None = None
-    top_token_ids: Int32[Array, "rows top"] | None = None
-    top_logprobs: Float[Array, "rows top"] | None = None
-
-
-def sample(
-    logits: Float[Array, "rows vocab"], inputs: SamplingInputs | None, *, with_logprobs: bool
-) -> SamplerOutput:
-    """Draw one token per row.
+def sample(logits: Float[Array, "rows vocab"], inputs: SamplingInputs | None) -> Int32[Array, " rows"]:
+    """Draw one token per row, from logits that are already adjusted (`lorajax.logits_adjustment`).
 
     inputs: None if every row is greedy, which skips all but the argmax.
-    with_logprobs: also return the chosen token's and the best tokens' log-probabilities.
     """
-    token_ids = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    if inputs is not None:
-        token_ids = jnp.where(inputs.temperature > 0, _draw(logits, inputs), token_ids)
-    if not with_logprobs:
-        return SamplerOutput(token_ids=token_ids)
-    logprobs = jax.nn.log_softmax(logits, axis=-1)
-    top_logprobs, top_token_ids = jax.lax.top_k(logprobs, min(MAX_LOGPROBS, logits.shape[1]))
-    chosen = jnp.take_along_axis(logprobs, token_ids[:, None], axis=1)[:, 0]
-    return SamplerOutput(
-        token_ids=token_ids,
-        logprobs=chosen,
-        top_token_ids=top_token_ids.astype(jnp.int32),
-        top_logprobs=top_logprobs,
-    )
+    best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    return best if inputs is None else jnp.where(inputs.temperature > 0, _draw(logits, inputs), best)
 
 
 def _draw(logits: Float[Array, "rows vocab"], inputs: SamplingInputs) -> Int32[Array, " rows"]:
@@ -72,7 +45,7 @@ def _draw(logits: Float[Array, "rows vocab"], inputs: SamplingInputs) -> Int32[A
     scaled = logits / temperature[:, None]
     filters = (inputs.top_k > 0) | (inputs.top_p < 1) | (inputs.min_p > 0)
     kept = jax.lax.cond(
-        jnp.any(filters), _kept_tokens, lambda scaled, _: jnp.ones_like(scaled, bool), scaled, inputs
+        jnp.any(filters), kept_tokens, lambda scaled, _: jnp.ones_like(scaled, bool), scaled, inputs
     )
 
     def noise(seed: Array, child: Array, position: Array) -> Array:
@@ -83,7 +56,7 @@ def _draw(logits: Float[Array, "rows vocab"], inputs: SamplingInputs) -> Int32[A
     return jnp.argmax(jnp.where(kept, scaled + gumbel, -jnp.inf), axis=-1).astype(jnp.int32)
 
 
-def _kept_tokens(scaled: Float[Array, "rows vocab"], inputs: SamplingInputs) -> Bool[Array, "rows vocab"]:
+def kept_tokens(scaled: Float[Array, "rows vocab"], inputs: SamplingInputs) -> Bool[Array, "rows vocab"]:
     """Tokens that min-p, top-k and top-p leave, each filter over what the one before left.
 
     Tokens that tie with the last one kept are kept as well.

@@ -14,6 +14,10 @@ from serving.config import PREFILL_BLOCK
 from serving.request import Request
 from serving.scheduler import PrefillChunk
 
+MAX_TEMPERATURE = 1e20
+MIN_TOP_P = 1e-20
+MAX_TOP_K = 2**31 - 1
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingRows:
@@ -29,12 +33,28 @@ class SamplingRows:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class ScoreRows:
+    """A prefill's tokens whose next token is known and wanted with its log-probability.
+
+    spans: (request, position of the first scored token, how many), in the order of the rows.
+    The arrays are those of `lorajax.steps.ScoreBatch`, padded to whole batches of it.
+    with_top: some request wants the best tokens too.
+    """
+
+    spans: list[tuple[Request, int, int]]
+    rows: np.ndarray
+    token_ids: np.ndarray
+    slot: np.ndarray | None
+    with_top: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class PaddedBatch:
     """One step's arrays (see `lorajax.steps.StepBatch`) and the requests behind its rows of logits.
 
     sampled: requests whose next token the step draws; entry i belongs to row i, later rows are padding.
     sampling: None if all of them are greedy.
-    num_logprobs: most log-probabilities that a row asks for; None if no row asks.
+    scored: None if no prompt token's log-probability is wanted.
     """
 
     token_ids: np.ndarray
@@ -48,6 +68,7 @@ class PaddedBatch:
     sampled: list[Request]
     sampling: SamplingRows | None
     with_logprobs: bool
+    scored: ScoreRows | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,6 +117,7 @@ class BatchBuilder:
         tokens = self.buckets.tokens_for(num_blocks * PREFILL_BLOCK)
         batch = self._empty(tokens, block=PREFILL_BLOCK)
         sampled, logits_rows, first_block = [], [], 0
+        scored: list[_ScoredSpan] = []
         for seq, chunk in enumerate(chunks):
             request, count = chunk.request, chunk.num_tokens
             begin = first_block * PREFILL_BLOCK
@@ -110,12 +132,35 @@ class BatchBuilder:
             batch["block_seq"][first_block:last_block] = seq
             batch["page_table"][seq, : len(pages)] = pages
             batch["slot"][first_block:last_block] = request.slot
+            first, end = _scored_tokens(chunk)
+            if first < end:  # a token is scored in the row of the token before it
+                scored.append((request, first, end - first, begin + first - 1 - chunk.start))
             if chunk.samples:
                 sampled.append(request)
                 logits_rows.append(begin + count - 1)
             first_block = last_block
-        rows = self.buckets.logits_rows_for(tokens)
-        return self._finish(batch, sampled, rows, logits_rows)
+        padded = self._finish(batch, sampled, self.buckets.logits_rows_for(tokens), logits_rows)
+        return dataclasses.replace(padded, scored=self.score_rows(scored, tokens)) if scored else padded
+
+    def score_rows(self, scored: "list[_ScoredSpan]", tokens: int) -> ScoreRows:
+        """Rows to score in a prefill bucket of so many tokens."""
+        size = self.buckets.score_rows_for(tokens)
+        padded = -(-sum(count for _, _, count, _ in scored) // size) * size
+        rows, token_ids, slot = np.zeros((3, max(padded, size)), np.int32)
+        begin = 0
+        for request, first, count, row in scored:
+            span = slice(begin, begin + count)
+            rows[span] = np.arange(row, row + count)
+            token_ids[span] = request.token_ids(first, first + count)
+            slot[span] = request.slot
+            begin += count
+        return ScoreRows(
+            spans=[(request, first, count) for request, first, count, _ in scored],
+            rows=rows,
+            token_ids=token_ids,
+            slot=slot if self.lora else None,
+            with_top=any(request.params.prompt_logprobs for request, _, _, _ in scored),
+        )
 
     def _empty(self, tokens: int, *, block: int) -> dict[str, Any]:
         blocks = tokens // block
@@ -150,6 +195,22 @@ class BatchBuilder:
         )
 
 
+_ScoredSpan = tuple[Request, int, int, int]  # request, first scored token, how many, row of the first
+
+
+def _scored_tokens(chunk: PrefillChunk) -> tuple[int, int]:
+    """[first, end) of the prompt tokens that this chunk scores.
+
+    A chunk of tokens 4 to 7 knows the distributions of tokens 5 to 8:    4 5 6 7|
+                                                                            5 6 7 8
+    """
+    request = chunk.request
+    if request.score_from is None:
+        return 0, 0
+    first = max(chunk.start + 1, request.score_from)
+    return first, min(chunk.start + chunk.num_tokens + 1, request.num_prompt_tokens)
+
+
 def _sampling_if_any_draws(requests: list[Request], rows: int) -> SamplingRows | None:
     return None if all(request.params.greedy for request in requests) else sampling_rows(requests, rows)
 
@@ -167,9 +228,10 @@ def sampling_rows(requests: list[Request], rows: int) -> SamplingRows:
     )
     for row, request in enumerate(requests):
         params = request.params
-        sampling.temperature[row] = 0.0 if params.greedy else params.temperature
-        sampling.top_k[row] = max(params.top_k, 0)
-        sampling.top_p[row] = params.top_p
+        # clipped so that in float32 none becomes inf or 0: beyond, they mean what the limit means
+        sampling.temperature[row] = 0.0 if params.greedy else min(params.temperature, MAX_TEMPERATURE)
+        sampling.top_k[row] = min(max(params.top_k, 0), MAX_TOP_K)
+        sampling.top_p[row] = max(params.top_p, MIN_TOP_P)
         sampling.min_p[row] = params.min_p
         sampling.seed[row] = request.seed & 0xFFFFFFFF, request.seed >> 32 & 0xFFFFFFFF
         sampling.child[row] = request.child_index

@@ -5,6 +5,9 @@ import dataclasses
 
 from serving.config import PREFILL_BLOCK
 
+SCORE_ROWS = 128
+"""Most rows of logits that exist at once when prompt tokens are scored."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Buckets:
@@ -26,6 +29,10 @@ class Buckets:
     def logits_rows_for(self, num_tokens: int) -> int:
         """Rows of logits that a prefill bucket returns: each of its blocks may end a prompt."""
         return self.rows_for(min(num_tokens // PREFILL_BLOCK, self.decode_rows[-1]))
+
+    def score_rows_for(self, num_tokens: int) -> int:
+        """Rows that are scored at once in a prefill bucket."""
+        return min(num_tokens, SCORE_ROWS)
 
 
 def make_buckets(max_num_seqs: int, max_num_batched_tokens: int, *, deterministic: bool) -> Buckets:

@@ -6,15 +6,16 @@ builder pads it, the runner computes it, the scheduler takes the tokens, the out
 """
 
 import dataclasses
+import itertools
 import numbers
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from lorajax.errors import ConfigError, RequestRejected
-from lorajax.sampler import SamplerOutput
+from lorajax.logprobs import Logprobs
 from lorajax.tokenizer import Tokenizer
 from serving.adapter_loader import AdapterLoader
 from serving.adapter_registry import RegisteredAdapter
@@ -22,10 +23,11 @@ from serving.batch_builder import BatchBuilder, PaddedBatch
 from serving.compilations import CompilationCounter
 from serving.config import EngineConfig
 from serving.kv_events import KvEvent, KvEventStream
-from serving.model_runner import ModelRunner
+from serving.model_runner import ModelRunner, StepOutput
 from serving.output_builder import OutputBuilder, TokenLogprobs
 from serving.outputs import EngineStats, RequestOutput
 from serving.request import FinishReason, Request
+from serving.request_adjustment import adjustment_of
 from serving.sampling_params import SamplingParams
 from serving.scheduler import Scheduler
 
@@ -81,20 +83,30 @@ class LLMEngine:
         priority: int = 0,
         cache_salt: str | None = None,
         final_only: bool = False,
+        score_from: int | None = None,
     ) -> PreparedRequest:
-        """Tokenize, validate, and take hold of the adapter. Raises RequestRejected, AdapterNotFound."""
+        """Tokenize, validate, and take hold of the adapter. Raises RequestRejected, AdapterNotFound.
+
+        score_from: end with the prompt, without a sampled token, after the log-probabilities of its tokens
+        from this one on.
+        """
         if not isinstance(params, SamplingParams):
             raise RequestRejected(f"sampling_params is a {type(params).__name__}; allowed: SamplingParams")
-        text, token_ids = self._tokenize(prompt)
+        token_ids = self.token_ids(prompt)
         _refuse_unserved(params)
-        if len(token_ids) >= self._max_model_len:
+        answers = score_from is None and params.max_tokens != 0
+        longest = self._max_model_len - answers  # an answer has at least one token
+        if len(token_ids) > longest:
             raise RequestRejected(
-                f"the prompt has {len(token_ids)} tokens; allowed: {self._max_model_len - 1}, one less than "
-                "max_model_len"
+                f"the prompt has {len(token_ids)} tokens; allowed: {longest}, since max_model_len is "
+                f"{self._max_model_len}"
             )
         entry = None if adapter is None else self.adapters.acquire(adapter, request_id)
         try:
-            children = self._children_of(request_id, token_ids, params, adapter, entry, priority, cache_salt)
+            children = self._children_of(
+                request_id, token_ids, params, adapter, entry, priority, cache_salt, score_from
+            )
+            text = prompt if isinstance(prompt, str) else None
             output = OutputBuilder(children, prompt=text, tokenizer=self.tokenizer, final_only=final_only)
         except BaseException:
             if entry is not None:
@@ -111,11 +123,19 @@ class LLMEngine:
         entry: RegisteredAdapter | None,
         priority: int,
         cache_salt: str | None,
+        score_from: int | None,
     ) -> tuple[Request, ...]:
         """One request of the scheduler for each of the n completions."""
         # None takes what the model, and the page pool, leave
         room = max(1, self._scheduler.config.max_request_len - len(token_ids))
+        max_tokens = room if params.max_tokens is None else params.max_tokens
+        if score_from is not None:
+            max_tokens = 0
+        elif params.prompt_logprobs is not None:
+            score_from = 1
         seed = self._new_seed() if params.seed is None else params.seed
+        eos = () if params.ignore_eos else self._eos
+        ends = (*eos, *(params.stop_token_ids or ()))
         children: list[Request] = []
         for index in range(params.n):
             child = Request(
@@ -129,8 +149,10 @@ class LLMEngine:
                 adapter_name=adapter,
                 priority=priority,
                 cache_salt=cache_salt,
-                eos_token_ids=() if params.ignore_eos else self._eos,
-                max_tokens=room if params.max_tokens is None else params.max_tokens,
+                eos_token_ids=eos,
+                adjustment=adjustment_of(params, token_ids, ends, self._vocab_size),
+                score_from=score_from if index == 0 else None,
+                max_tokens=max_tokens,
                 seed=seed % 2**64,
             )
             children.append(child)
@@ -147,21 +169,35 @@ class LLMEngine:
             )
         return self.tokenizer
 
-    def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        if not isinstance(prompt, Iterable) or isinstance(prompt, (Mapping, bytes)):
-            raise RequestRejected(f"the prompt is a {type(prompt).__name__}; allowed: a text, or token ids")
-        text = prompt if isinstance(prompt, str) else None
-        token_ids: list[Any] = list(prompt) if text is None else self.require_tokenizer().encode(text)
-        for token in token_ids:  # a tokenizer, too, may know ids that the embedding lacks
+    def token_ids(self, prompt: Prompt) -> list[int]:
+        """A prompt as valid token ids, at least one. Raises RequestRejected."""
+        if isinstance(prompt, str):
+            token_ids = self._checked(self.require_tokenizer().encode(prompt))
+        else:
+            token_ids = self._checked(prompt)
+        if not token_ids:
+            raise RequestRejected("the prompt is empty; allowed: at least one token")
+        return token_ids
+
+    def completion_token_ids(self, completion: Prompt) -> list[int]:
+        """What follows a prompt, as valid token ids: a text without special tokens. May be empty."""
+        if isinstance(completion, str):
+            return self._checked(self.require_tokenizer().encode(completion, add_special_tokens=False))
+        return self._checked(completion)
+
+    def _checked(self, token_ids: Sequence[int]) -> list[int]:
+        if not isinstance(token_ids, Iterable) or isinstance(token_ids, (Mapping, bytes)):
+            raise RequestRejected(
+                f"the prompt is a {type(token_ids).__name__}; allowed: a text, or token ids"
+            )
+        listed: list[Any] = list(token_ids)
+        for token in listed:  # a tokenizer, too, may know ids that the embedding lacks
             whole = isinstance(token, numbers.Integral) and not isinstance(token, bool)
             if not whole or not 0 <= int(token) < self._vocab_size:
                 raise RequestRejected(
                     f"token id {token!r} in the prompt; allowed: 0 to {self._vocab_size - 1}"
                 )
-        token_ids = [int(token) for token in token_ids]
-        if not token_ids:
-            raise RequestRejected("the prompt is empty; allowed: at least one token")
-        return text, token_ids
+        return [int(token) for token in listed]
 
     def _new_seed(self) -> int:
         return secrets.randbits(64) if self._seeds is None else int(self._seeds.integers(2**63))
@@ -206,7 +242,7 @@ class LLMEngine:
             batch = self._scheduler.schedule()
             for write in batch.slot_writes:
                 self._runner.write_slot(write.slot, self.adapters.packed(write.adapter_id))
-            runs: list[tuple[PaddedBatch, SamplerOutput]] = []
+            runs: list[tuple[PaddedBatch, StepOutput]] = []
             if batch.decodes:
                 padded = self._builder.build_decode(batch.decodes)
                 runs.append((padded, self._runner.execute(padded)))
@@ -217,11 +253,14 @@ class LLMEngine:
             for chunk in batch.prefills:
                 self._outputs[chunk.request.group_id].mark_scheduled()
             sampled = [row for padded, output in runs for row in _read_rows(padded, output)]
-        self._scheduler.update(batch, [(request, token) for request, token, _ in sampled])
+            for padded, output in runs:
+                for request, position, logprobs in _read_scores(padded, output):
+                    self._outputs[request.group_id].append_prompt_logprobs(position, logprobs)
+        ended = self._scheduler.update(batch, [(request, token) for request, token, _ in sampled])
         for request, token, logprobs in sampled:
             self._take_token(request, token, logprobs)
-        changed = {request.group_id for request, _, _ in sampled} | {r.group_id for r in batch.ended}
-        return self._collect(changed)
+        changed = [*(request for request, _, _ in sampled), *batch.ended, *ended]
+        return self._collect({request.group_id for request in changed})
 
     def _take_token(self, request: Request, token: int, logprobs: TokenLogprobs | None) -> None:
         self._num_output_tokens += 1
@@ -301,32 +340,37 @@ class LLMEngine:
         self._runner.close()
 
 
-def _read_rows(padded: PaddedBatch, output: SamplerOutput) -> list[tuple[Request, int, TokenLogprobs | None]]:
+def _read_rows(padded: PaddedBatch, output: StepOutput) -> list[tuple[Request, int, TokenLogprobs | None]]:
     """Wait for the device, and pair every sampled request with its token."""
     tokens = np.asarray(output.token_ids).tolist()
-    if not padded.with_logprobs:
-        return [(request, tokens[row], None) for row, request in enumerate(padded.sampled)]
-    chosen, top_ids, top = map(np.asarray, (output.logprobs, output.top_token_ids, output.top_logprobs))
+    logprobs = [None] * len(tokens) if output.logprobs is None else _split(output.logprobs)
+    return [(request, tokens[row], logprobs[row]) for row, request in enumerate(padded.sampled)]
+
+
+def _read_scores(padded: PaddedBatch, output: StepOutput) -> Iterator[tuple[Request, int, TokenLogprobs]]:
+    """Wait for the device, and pair every scored prompt token with its log-probabilities."""
+    if padded.scored is None:
+        return
+    rows = itertools.chain.from_iterable(map(_split, output.prompt_logprobs))
+    for request, first, count in padded.scored.spans:
+        for position, logprobs in zip(range(first, first + count), rows, strict=False):
+            yield request, position, logprobs
+
+
+def _split(logprobs: Logprobs) -> list[TokenLogprobs]:
+    """Row by row."""
+    chosen = np.asarray(logprobs.chosen).tolist()
+    if logprobs.top is None:
+        none = np.empty(0)
+        return [TokenLogprobs(chosen=value, top_token_ids=none, top_logprobs=none) for value in chosen]
+    top_ids, top = np.asarray(logprobs.top_token_ids), np.asarray(logprobs.top)
     return [
-        (
-            request,
-            tokens[row],
-            TokenLogprobs(chosen=float(chosen[row]), top_token_ids=top_ids[row], top_logprobs=top[row]),
-        )
-        for row, request in enumerate(padded.sampled)
+        TokenLogprobs(chosen=value, top_token_ids=top_ids[row], top_logprobs=top[row])
+        for row, value in enumerate(chosen)
     ]
 
 
-_UNSERVED = {
-    "prompt_logprobs": None,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "repetition_penalty": 1.0,
-    "logit_bias": None,
-    "allowed_token_ids": None,
-    "min_tokens": 0,
-    "structured_output": None,
-}
+_UNSERVED = {"structured_output": None}
 
 
 def _refuse_unserved(params: SamplingParams) -> None:

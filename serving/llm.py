@@ -1,6 +1,8 @@
 """`LLM`: the synchronous Python API."""
 
+import contextlib
 import itertools
+import math
 import numbers
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -9,14 +11,14 @@ from typing import Any, TypeVar
 
 from tqdm.auto import tqdm
 
-from lorajax.errors import ConfigError, RequestRejected
+from lorajax.errors import ConfigError, EngineClosed, RequestRejected
 from lorajax.lora.source import AdapterSource
 from lorajax.tokenizer import Tokenizer
 from serving.config import EngineConfig
 from serving.engine import PreparedRequest
 from serving.engine_builder import build_engine
 from serving.engine_loop import EngineLoop, OutputStream, Receiver
-from serving.outputs import AdapterStatus, EngineStats, RequestOutput
+from serving.outputs import AdapterStatus, EngineStats, RequestOutput, ScoreOutput
 from serving.sampling_params import SamplingParams
 
 T = TypeVar("T")
@@ -81,18 +83,13 @@ class LLM:
         prompts = _as_list_of_prompts(prompts)
         params = _one_each(sampling_params, len(prompts), "sampling_params", default=SamplingParams())
         names: list[str | None] = _one_each(adapter, len(prompts), "adapter", default=None)
-        prepared: list[PreparedRequest] = []
-        try:
+        with self._all_prepared() as prepared:
             for prompt, param, name in zip(prompts, params, names, strict=True):
                 prepared.append(
                     self._prepare(
                         prompt, param, name, priority=priority, cache_salt=cache_salt, final_only=True
                     )
                 )
-        except BaseException:
-            for request in prepared:
-                self._engine.discard(request)
-            raise
         return self._wait(self._loop.submit(prepared), use_tqdm)
 
     def chat(
@@ -126,6 +123,48 @@ class LLM:
         tokenizer = self._engine.require_tokenizer()
         text = tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True)
         return tokenizer.encode(text, add_special_tokens=False)
+
+    def score(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        completions: Prompt | Sequence[Prompt],
+        *,
+        adapter: str | Sequence[str | None] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[ScoreOutput]:
+        """Log-probability of each completion's tokens after its prompt: one prefill, nothing is sampled.
+
+        prompts, completions: texts or token ids, one completion per prompt. A completion's text is encoded
+        by itself, without special tokens: give token ids where the joint would be encoded otherwise.
+        adapter: one for all, or one each. Log-probabilities are natural, of the raw logits.
+        Raises RequestRejected or AdapterNotFound before anything runs.
+        """
+        prompts, completions = _as_list_of_prompts(prompts), _as_list_of_prompts(completions)
+        if len(prompts) != len(completions):
+            raise RequestRejected(
+                f"{len(completions)} completions for {len(prompts)} prompts; allowed: one each"
+            )
+        names: list[str | None] = _one_each(adapter, len(prompts), "adapter", default=None)
+        heads = [self._engine.token_ids(prompt) for prompt in prompts]
+        tails = [self._engine.completion_token_ids(completion) for completion in completions]
+        with self._all_prepared() as prepared:
+            for head, tail, name in zip(heads, tails, names, strict=True):
+                prepared.append(
+                    self._prepare(head + tail, SamplingParams(), name, final_only=True, score_from=len(head))
+                )
+        outputs = self._wait(self._loop.submit(prepared), use_tqdm)
+        return [_score(output, tail) for output, tail in zip(outputs, tails, strict=True)]
+
+    @contextlib.contextmanager
+    def _all_prepared(self) -> Iterator[list[PreparedRequest]]:
+        """A list to put prepared requests in; if one cannot be prepared, all are let go of."""
+        prepared: list[PreparedRequest] = []
+        try:
+            yield prepared
+        except BaseException:
+            for request in prepared:
+                self._engine.discard(request)
+            raise
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, adapter: str | None = None
@@ -244,6 +283,15 @@ class LLM:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _score(output: RequestOutput, completion: list[int]) -> ScoreOutput:
+    if output.prompt_logprobs is None:
+        raise EngineClosed("the request was aborted before its completion was scored")
+    first = len(output.prompt_token_ids) - len(completion)
+    scored = zip(completion, output.prompt_logprobs[first:], strict=True)
+    logprobs = [float(found[token]) for token, found in scored if found is not None]
+    return ScoreOutput(token_ids=completion, logprobs=logprobs, cumulative_logprob=math.fsum(logprobs))
 
 
 def _as_list_of_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

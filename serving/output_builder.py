@@ -63,6 +63,8 @@ class OutputBuilder:
         self._final_only = final_only
         self._children = [_Child(child, _detokenizer(child, tokenizer)) for child in children]
         self._arrived = time.monotonic()
+        self._prompt_logprobs: list[dict[int, Logprob] | None] = [None] * first.num_prompt_tokens
+        self._num_unscored = 0 if first.score_from is None else first.num_prompt_tokens - first.score_from
         self._scheduled_at: float | None = None
         self._first_token_at: float | None = None
 
@@ -70,6 +72,17 @@ class OutputBuilder:
         """Called when a child of the request runs; only the first call counts."""
         if self._scheduled_at is None:
             self._scheduled_at = time.monotonic()
+
+    def append_prompt_logprobs(self, position: int, logprobs: TokenLogprobs) -> None:
+        """Take the log-probability of the prompt token at a position.
+
+        A prompt that is computed again, after a preemption, keeps what it had.
+        """
+        if self._prompt_logprobs[position] is None:
+            self._num_unscored -= 1
+            wanted = self._first.params.prompt_logprobs or 0
+            token_id = self._first.prompt_token_ids[position]
+            self._prompt_logprobs[position] = self._token_logprobs(token_id, logprobs, wanted)
 
     def append(self, request: Request, token_id: int, logprobs: TokenLogprobs | None) -> str | None:
         """Take a child's new token. Returns the stop string that it completed, if any.
@@ -81,7 +94,7 @@ class OutputBuilder:
             self._first_token_at = time.monotonic()
         if child.logprobs is not None and logprobs is not None:
             child.cumulative_logprob += logprobs.chosen
-            child.logprobs.append(self._token_logprobs(request, token_id, logprobs))
+            child.logprobs.append(self._token_logprobs(token_id, logprobs, request.params.logprobs or 0))
         stopped_by_id = request.finish_reason is FinishReason.STOP
         if child.detokenizer is None or (stopped_by_id and not request.params.include_stop_str_in_output):
             return None
@@ -106,7 +119,7 @@ class OutputBuilder:
             request_id=self._first.group_id,
             prompt=self._prompt,
             prompt_token_ids=self._first.prompt_token_ids,
-            prompt_logprobs=None,
+            prompt_logprobs=self._scored_prompt(),
             adapter=self._first.adapter_name,
             adapter_id=self._first.adapter_id,
             outputs=[child.output() for child in self._children],
@@ -115,9 +128,12 @@ class OutputBuilder:
             metrics=self._metrics(),
         )
 
-    def _token_logprobs(self, request: Request, token_id: int, found: TokenLogprobs) -> dict[int, Logprob]:
+    def _scored_prompt(self) -> list[dict[int, Logprob] | None] | None:
+        scored = self._first.score_from is not None and not self._num_unscored
+        return list(self._prompt_logprobs) if scored else None
+
+    def _token_logprobs(self, token_id: int, found: TokenLogprobs, wanted: int) -> dict[int, Logprob]:
         """The chosen token, and the best ones up to the number asked for."""
-        wanted = request.params.logprobs or 0
         best = list(zip(found.top_token_ids.tolist(), found.top_logprobs.tolist(), strict=True))
         ranks = {token: rank for rank, (token, _) in enumerate(best, start=1)}
         chosen = {token_id: found.chosen}

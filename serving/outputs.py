@@ -51,7 +51,11 @@ class RequestMetrics:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RequestOutput:
-    """A request's state. adapter: name, None for the base model; adapter_id: the very version used."""
+    """A request's state. adapter: name, None for the base model; adapter_id: the very version used.
+
+    prompt_logprobs: one entry per prompt token, None for the first, which follows nothing; the given token
+    first in each. None if not asked for, or the request ended before its prompt was computed.
+    """
 
     request_id: str
     prompt: str | None

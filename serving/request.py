@@ -4,6 +4,7 @@ import dataclasses
 import enum
 
 from serving.block_hash import NamespaceKeys
+from serving.request_adjustment import RequestAdjustment
 from serving.sampling_params import SamplingParams
 
 Order = tuple[int, int]
@@ -39,6 +40,8 @@ class Request:
     others reuse; None for itself. priority: lower runs earlier. max_tokens: 0 computes the prompt and
     samples nothing. eos_token_ids: ids that end it; empty with ignore_eos. seed: 64 bits, fixed at
     creation. deadline: in the scheduler's clock, seconds.
+    adjustment: what it does to its logits before a draw; None for nothing. score_from: the first prompt
+    token whose log-probability is wanted, at least 1; None for none.
     """
 
     request_id: str
@@ -52,6 +55,8 @@ class Request:
     priority: int = 0
     cache_salt: str | None = None
     eos_token_ids: tuple[int, ...] = ()
+    adjustment: RequestAdjustment | None = None
+    score_from: int | None = None
     max_tokens: int = 16
     seed: int = 0
     deadline: float | None = None

@@ -273,15 +273,16 @@ class Scheduler:
     def _shared_pages(self, request: Request) -> list[int]:
         """Pages whose KV the request need not compute. Its last token is always computed, for its logits.
 
-        A request that wants its prompt's log-probabilities computes all of it; its followers do not.
+        Nor are tokens whose next token's log-probability the request wants: these come with their logits.
         """
         size, leader = self.config.page_size, request.leader
-        if leader is None and request.params.prompt_logprobs is not None:
-            return []
+        most = request.num_tokens - 1
+        if request.score_from is not None:
+            most = min(most, request.score_from - 1)
         if self.config.enable_prefix_caching:
             tokens = request.token_ids(0, request.num_tokens)
             extend_chain(request.block_hashes, tokens, size, request.namespace_keys)
-            return self.cache.match(tokens, request.block_hashes, request.namespace_keys, len(tokens) - 1)
+            return self.cache.match(tokens, request.block_hashes, request.namespace_keys, most)
         if leader is not None and leader.status is RequestStatus.RUNNING and leader.prompt_computed:
             return leader.page_ids[: (request.num_prompt_tokens - 1) // size]
         return []

@@ -112,6 +112,7 @@ class FakeServer:
                 group_id=group,
                 child_index=index,
                 leader=children[0] if children else None,
+                score_from=None if params.prompt_logprobs is None or children else 1,
                 prompt_token_ids=list(prompt),
                 params=params,
                 adapter_id=adapter_id,
