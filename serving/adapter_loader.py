@@ -9,7 +9,7 @@ import contextlib
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +60,13 @@ class AdapterLoader:
         self._loading: weakref.WeakValueDictionary[str, _NameLock] = weakref.WeakValueDictionary()
 
     def load(
-        self, name: str, source: AdapterSource, *, pinned: bool = False, replace: bool = False
+        self,
+        name: str,
+        source: AdapterSource,
+        *,
+        pinned: bool = False,
+        replace: bool = False,
+        roots: Collection[str | Path] | None = None,
     ) -> AdapterStatus:
         """See `LLM.load_adapter`."""
         self.registry.check_name(name)
@@ -75,9 +81,9 @@ class AdapterLoader:
                 raise AdapterExists(
                     f"adapter {name!r} is loaded from another source; unload it, or use replace=True"
                 )
-            reread = None if isinstance(source, AdapterWeights) else lambda: self._read(name, source)
+            reread = None if isinstance(source, AdapterWeights) else lambda: self._read(name, source, roots)
             self._host.check_room(can_be_reread=reread is not None)
-            weights, packed = self._read(name, source)
+            weights, packed = self._read(name, source, roots)
             host = HostAdapter(name, weights, packed, source=source, pinned=pinned, reread=reread)
             return self._register(name, host, replace=replace)
 
@@ -152,7 +158,9 @@ class AdapterLoader:
 
     # ---- reading ----
 
-    def _read(self, name: str, source: AdapterSource) -> tuple[AdapterWeights, nnx.State]:
+    def _read(
+        self, name: str, source: AdapterSource, roots: Collection[str | Path] | None
+    ) -> tuple[AdapterWeights, nnx.State]:
         """Read, check and pack: all host work of a load."""
         if not self._config.max_loras:
             raise ConfigError(
@@ -168,6 +176,7 @@ class AdapterLoader:
                 experts=False,
                 base_weight=self._runner.base_weight,
                 base_chat_template=self._chat_template,
+                roots=roots,
                 warn=lambda text: logger.warning("adapter %r: %s", name, text),
             )
         except (AdapterFormatError, AdapterCapacityError) as error:
