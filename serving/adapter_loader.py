@@ -17,7 +17,14 @@ import jax.numpy as jnp
 from flax import nnx
 
 from lorajax.config import ModelConfig
-from lorajax.errors import AdapterBusy, AdapterCapacityError, AdapterExists, AdapterFormatError, ConfigError
+from lorajax.errors import (
+    AdapterBusy,
+    AdapterCapacityError,
+    AdapterExists,
+    AdapterFormatError,
+    ConfigError,
+    RequestRejected,
+)
 from lorajax.lora.blend import blend_adapters
 from lorajax.lora.source import AdapterSource, read_adapter
 from lorajax.lora.weights import AdapterWeights
@@ -127,6 +134,7 @@ class AdapterLoader:
         self, name: str, on_engine: Callable[[Callable[[], Any]], Any], *, timeout: int | float | None
     ) -> int:
         """See `LLM.unload_adapter`. on_engine: runs a function on the engine's thread."""
+        _check_timeout(timeout)
         entry = self.registry.start_draining(name)
         num_users = len(entry.users)
         try:
@@ -240,3 +248,8 @@ def _canonical(source: AdapterSource) -> AdapterSource:
 
 def _same(old: object, new: object) -> bool:
     return old is new or (isinstance(old, str) and old == new)
+
+
+def _check_timeout(timeout: int | float | None) -> None:
+    if timeout is not None and not 0 <= timeout <= threading.TIMEOUT_MAX:
+        raise RequestRejected(f"timeout is {timeout:g}; allowed: seconds from 0 on, or None")

@@ -2,7 +2,7 @@
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -63,7 +63,7 @@ class AsyncLLM:
         priority: int = 0,
         cache_salt: str | None = None,
         final_only: bool = False,
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Outputs of one request as they grow; joined, where the reader is slower than the engine.
 
         Nothing happens before the first step of the iterator. Closing or cancelling it aborts the request.
@@ -163,11 +163,11 @@ class AsyncLLM:
         """Raises EngineClosed, with the cause, if the engine no longer serves."""
         self._llm.check_health()
 
-    async def kv_events(self) -> AsyncIterator[list[KvEvent]]:
+    async def kv_events(self) -> AsyncGenerator[list[KvEvent], None]:
         """Events of the prefix cache as they happen, several at once where many came; an empty list
         first, when nothing can be missed any more.
 
-        Needs `kv_events=True`. Raises RequestRejected when more than 10,000 are unread.
+        Needs `kv_events=True`. Raises QueueFull when more than 10,000 are unread.
         """
         mailbox = EventMailbox(MAX_UNREAD_EVENTS)
         subscription = _submit(self._preparing, lambda: self._llm.subscribe_kv_events(mailbox.put))

@@ -9,7 +9,7 @@ import collections
 import contextlib
 import threading
 
-from lorajax.errors import RequestRejected
+from lorajax.errors import QueueFull
 from serving.kv_events import KvEvent
 from serving.outputs import RequestOutput
 
@@ -80,11 +80,11 @@ class EventMailbox:
             self._bell.ring()
 
     async def get(self) -> list[KvEvent]:
-        """All unread events. Raises RequestRejected once some were lost: they must be read faster."""
+        """All unread events. Raises QueueFull once some were lost: they must be read faster."""
         await self._bell.wait()
         with self._lock:
             events, fell_behind = list(self._events), self._fell_behind
             self._events.clear()
         if fell_behind:
-            raise RequestRejected(f"the reader of events fell behind; allowed: {self._max} unread events")
+            raise QueueFull(f"the reader of events fell behind; allowed: {self._max} unread events")
         return events
