@@ -66,6 +66,11 @@ class AdapterLoader:
         self._names = threading.Lock()  # guards _loading
         self._loading: weakref.WeakValueDictionary[str, _NameLock] = weakref.WeakValueDictionary()
 
+    @property
+    def model_name(self) -> str:
+        """The base model's."""
+        return self._model.name
+
     def load(
         self,
         name: str,

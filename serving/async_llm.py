@@ -51,6 +51,16 @@ class AsyncLLM:
         self._preparing = ThreadPoolExecutor(max_workers=2, thread_name_prefix="lorajax-prepare")
         self._adapter_calls = ThreadPoolExecutor(_MAX_ADAPTER_CALLS, thread_name_prefix="lorajax-adapters")
 
+    @property
+    def model_name(self) -> str:
+        """The base model's, which no adapter can have."""
+        return self._llm.model_name
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of a request, prompt and output together."""
+        return self._llm.max_model_len
+
     # ---- requests ----
 
     async def generate(

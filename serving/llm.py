@@ -146,6 +146,16 @@ class LLM:
 
     # ---- for AsyncLLM ----
 
+    @property
+    def model_name(self) -> str:
+        """The base model's, which no adapter can have."""
+        return self._engine.adapters.model_name
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of a request, prompt and output together."""
+        return self._engine.max_model_len
+
     def new_request_id(self) -> str:
         """An id that no request had before."""
         return f"request-{next(self._request_numbers)}"
