@@ -32,6 +32,7 @@ class Answer:
         }
         self._num_sent: dict[int, int] = {}
         self._num_characters: dict[int, int] = {}
+        self._ended: set[int] = set()
 
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """The body of an answer that is not streamed; outputs: one per prompt."""
@@ -58,8 +59,10 @@ class Answer:
         choices = [
             self._choice(completion, index)
             for index, completion in _numbered(output, position)
-            if completion.delta or completion.finish_reason or self._new_logprobs(completion, index)
+            if index not in self._ended
+            and (completion.delta or completion.finish_reason or self._new_logprobs(completion, index))
         ]
+        self._ended.update(choice["index"] for choice in choices if choice["finish_reason"])
         return {**self._head, "choices": choices} if choices else None
 
     def usage_event(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:

@@ -106,6 +106,7 @@ class ChunkWriter:
 
     def __init__(self) -> None:
         self._num_sent: dict[int, int] = {}
+        self._ended: set[int] = set()
         self._num_prompt_logprobs_sent = 0
 
     def chunks(self, output: RequestOutput) -> Iterator[pb.GenerateChunk]:
@@ -119,6 +120,8 @@ class ChunkWriter:
         chunk = self._chunk(output)
         room = MAX_POSITIONS
         for completion in output.outputs:
+            if completion.index in self._ended:
+                continue  # its end was sent; the others go on
             new = _completion(completion, completion.delta, self._num_sent.get(completion.index, 0))
             self._num_sent[completion.index] = len(completion.token_ids)
             while len(new.logprobs) > room:
@@ -127,6 +130,8 @@ class ChunkWriter:
             room -= len(new.logprobs)
             if new.token_ids or new.text or new.finish_reason:
                 self._with(chunk, new)
+            if new.finish_reason:
+                self._ended.add(completion.index)
         if output.finished:
             chunk.finished = True
             chunk.metrics.CopyFrom(_metrics(output.metrics))

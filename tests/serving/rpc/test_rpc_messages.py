@@ -66,7 +66,7 @@ def test_every_setting_has_a_field():
         from_sampling_params(SamplingParams(structured_output={}))
 
 
-def output(num_tokens, delta, finished, num_prompt_logprobs=0):
+def output(num_tokens, delta, finished, num_prompt_logprobs=0, ended=()):
     logprobs = [{i: Logprob(-0.5, rank=1, decoded_token="x")} for i in range(num_tokens)]
     return RequestOutput(
         request_id="r",
@@ -83,10 +83,10 @@ def output(num_tokens, delta, finished, num_prompt_logprobs=0):
                 token_ids=list(range(num_tokens)),
                 cumulative_logprob=-1.0,
                 logprobs=logprobs,
-                finish_reason="stop" if finished else None,
-                stop_reason="s" if finished else None,
+                finish_reason="stop" if finished or index in ended else None,
+                stop_reason="s" if finished or index in ended else None,
             )
-            for index in range(2)
+            for index in range(3)
         ],
         finished=finished,
         num_cached_tokens=0,
@@ -109,13 +109,21 @@ def test_chunks_are_small_and_join_to_the_whole(lengths):
         for chunk in chunks
     )
     assert sum(len(chunk.prompt_logprobs) for chunk in chunks) == prompt
-    for index in range(2):
+    for index in range(3):
         parts = [c for chunk in chunks for c in chunk.completions if c.index == index]
         assert [token for part in parts for token in part.token_ids] == list(range(lengths[-1]))
         assert sum(len(part.logprobs) for part in parts) == lengths[-1]
         assert "".join(part.text for part in parts) == "".join(f"[{i}]" for i in range(len(lengths)))
         assert [part.finish_reason for part in parts if part.finish_reason] == [pb.FINISH_REASON_STOP]
     assert [chunk.finished for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+
+
+def test_the_end_of_a_completion_is_sent_once():
+    writer = ChunkWriter()
+    outputs = [output(2, "a", False), output(2, "", False, ended=(1,)), output(2, "", False, ended=(0, 1))]
+    chunks = [chunk for item in (*outputs, output(2, "", True)) for chunk in writer.chunks(item)]
+    assert [[c.index for c in chunk.completions] for chunk in chunks] == [[0, 1, 2], [1], [0], [2]]
+    assert [c.finish_reason for chunk in chunks[1:] for c in chunk.completions] == [pb.FINISH_REASON_STOP] * 3
 
 
 def test_events():
