@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 NOT_BY_DEFAULT := slow or parity or gpu
 
-.PHONY: demo test lint unit slow parity clean
+.PHONY: demo test lint unit slow parity proto clean
 
 demo: $(VENV)/.demo
 	$(BIN)/lorajax demo
@@ -28,6 +28,13 @@ slow: $(VENV)/.dev
 # Live comparison with transformers + PEFT. Pulls torch, into an environment of its own.
 parity: $(VENV)-parity/.dev
 	$(VENV)-parity/bin/python -m pytest -m parity -o filterwarnings=default tests/lora $(PYTEST_ARGS)
+
+# Write the code of lorajax.proto again, with the version of the compiler that all supported runtimes take.
+proto:
+	test -x $(VENV)-proto/bin/python || $(PYTHON) -m venv $(VENV)-proto
+	$(VENV)-proto/bin/python -m pip install --quiet grpcio-tools==1.71.2
+	$(VENV)-proto/bin/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. --grpc_python_out=. \
+		serving/rpc/lorajax.proto
 
 $(VENV)/.demo: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

@@ -9,7 +9,7 @@ import contextlib
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,14 @@ import jax.numpy as jnp
 from flax import nnx
 
 from lorajax.config import ModelConfig
-from lorajax.errors import AdapterBusy, AdapterCapacityError, AdapterExists, AdapterFormatError, ConfigError
+from lorajax.errors import (
+    AdapterBusy,
+    AdapterCapacityError,
+    AdapterExists,
+    AdapterFormatError,
+    ConfigError,
+    RequestRejected,
+)
 from lorajax.lora.blend import blend_adapters
 from lorajax.lora.source import AdapterSource, read_adapter
 from lorajax.lora.weights import AdapterWeights
@@ -59,8 +66,19 @@ class AdapterLoader:
         self._names = threading.Lock()  # guards _loading
         self._loading: weakref.WeakValueDictionary[str, _NameLock] = weakref.WeakValueDictionary()
 
+    @property
+    def model_name(self) -> str:
+        """The base model's."""
+        return self._model.name
+
     def load(
-        self, name: str, source: AdapterSource, *, pinned: bool = False, replace: bool = False
+        self,
+        name: str,
+        source: AdapterSource,
+        *,
+        pinned: bool = False,
+        replace: bool = False,
+        roots: Collection[str | Path] | None = None,
     ) -> AdapterStatus:
         """See `LLM.load_adapter`."""
         self.registry.check_name(name)
@@ -75,9 +93,9 @@ class AdapterLoader:
                 raise AdapterExists(
                     f"adapter {name!r} is loaded from another source; unload it, or use replace=True"
                 )
-            reread = None if isinstance(source, AdapterWeights) else lambda: self._read(name, source)
+            reread = None if isinstance(source, AdapterWeights) else lambda: self._read(name, source, roots)
             self._host.check_room(can_be_reread=reread is not None)
-            weights, packed = self._read(name, source)
+            weights, packed = self._read(name, source, roots)
             host = HostAdapter(name, weights, packed, source=source, pinned=pinned, reread=reread)
             return self._register(name, host, replace=replace)
 
@@ -121,6 +139,7 @@ class AdapterLoader:
         self, name: str, on_engine: Callable[[Callable[[], Any]], Any], *, timeout: int | float | None
     ) -> int:
         """See `LLM.unload_adapter`. on_engine: runs a function on the engine's thread."""
+        _check_timeout(timeout)
         entry = self.registry.start_draining(name)
         num_users = len(entry.users)
         try:
@@ -152,7 +171,9 @@ class AdapterLoader:
 
     # ---- reading ----
 
-    def _read(self, name: str, source: AdapterSource) -> tuple[AdapterWeights, nnx.State]:
+    def _read(
+        self, name: str, source: AdapterSource, roots: Collection[str | Path] | None
+    ) -> tuple[AdapterWeights, nnx.State]:
         """Read, check and pack: all host work of a load."""
         if not self._config.max_loras:
             raise ConfigError(
@@ -168,6 +189,7 @@ class AdapterLoader:
                 experts=False,
                 base_weight=self._runner.base_weight,
                 base_chat_template=self._chat_template,
+                roots=roots,
                 warn=lambda text: logger.warning("adapter %r: %s", name, text),
             )
         except (AdapterFormatError, AdapterCapacityError) as error:
@@ -231,3 +253,8 @@ def _canonical(source: AdapterSource) -> AdapterSource:
 
 def _same(old: object, new: object) -> bool:
     return old is new or (isinstance(old, str) and old == new)
+
+
+def _check_timeout(timeout: int | float | None) -> None:
+    if timeout is not None and not 0 <= timeout <= threading.TIMEOUT_MAX:
+        raise RequestRejected(f"timeout is {timeout:g}; allowed: seconds from 0 on, or None")

@@ -1,48 +1,40 @@
 """`AsyncLLM`: the Python API for asyncio, over the same engine and loop as `LLM`."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any
+import dataclasses
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
 
+from lorajax.errors import EngineClosed
 from lorajax.lora.source import AdapterSource
-from serving.engine import Prompt
-from serving.llm import LLM
+from serving.engine import PreparedRequest, Prompt
+from serving.kv_events import KvEvent
+from serving.llm import LLM, Messages
+from serving.mailbox import EventMailbox, OutputMailbox
 from serving.outputs import AdapterStatus, EngineStats, RequestOutput
 from serving.sampling_params import SamplingParams
 
+T = TypeVar("T")
 
-class _Mailbox:
-    """The newest output of a request, for a consumer on an event loop.
+MAX_UNREAD_EVENTS = 10_000
+_MAX_ADAPTER_CALLS = 64
+"""Loads, unloads and blends at once. An unload may wait long for its requests, so there are many."""
 
-    A slow consumer gets the outputs that came meanwhile as one, their deltas joined: what waits for it
-    never grows with the number of outputs.
-    """
 
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._arrived = asyncio.Event()
-        self._item: RequestOutput | BaseException | None = None
+@dataclasses.dataclass(frozen=True)
+class _Observed:
+    """A receiver that shows each output to the observers first."""
+
+    mailbox: OutputMailbox
+    observers: Sequence[Callable[[RequestOutput], None]]
 
     def put(self, item: RequestOutput | BaseException) -> None:
-        """Called on the engine's thread."""
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._take_in, item)
-
-    def _take_in(self, item: RequestOutput | BaseException) -> None:
-        waiting = self._item
-        if isinstance(waiting, RequestOutput) and isinstance(item, RequestOutput):
-            item = item.following(waiting)
-        self._item = item
-        self._arrived.set()
-
-    async def get(self) -> RequestOutput:
-        await self._arrived.wait()
-        self._arrived.clear()
-        item, self._item = self._item, None
-        assert item is not None
-        if isinstance(item, BaseException):
-            raise item
-        return item
+        if isinstance(item, RequestOutput):
+            for observer in self.observers:
+                observer(item)
+        self.mailbox.put(item)
 
 
 class AsyncLLM:
@@ -54,6 +46,22 @@ class AsyncLLM:
     def __init__(self, model: Any, **options: Any):
         self._llm = LLM(model, **options)
         self._live: dict[str, str] = {}  # the caller's request id -> the engine's
+        self._observers: list[Callable[[RequestOutput], None]] = []
+        # of its own, so that requests never queue behind unloads that wait for requests
+        self._preparing = ThreadPoolExecutor(max_workers=2, thread_name_prefix="lorajax-prepare")
+        self._adapter_calls = ThreadPoolExecutor(_MAX_ADAPTER_CALLS, thread_name_prefix="lorajax-adapters")
+
+    @property
+    def model_name(self) -> str:
+        """The base model's, which no adapter can have."""
+        return self._llm.model_name
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of a request, prompt and output together."""
+        return self._llm.max_model_len
+
+    # ---- requests ----
 
     async def generate(
         self,
@@ -64,39 +72,44 @@ class AsyncLLM:
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
-    ) -> AsyncIterator[RequestOutput]:
-        """Outputs of one request as they grow. Closing or cancelling the iterator aborts the request.
+        final_only: bool = False,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Outputs of one request as they grow; joined, where the reader is slower than the engine.
+
+        Nothing happens before the first step of the iterator. Closing or cancelling it aborts the request.
 
         request_id: the caller's, unique among live requests; it can be used again as soon as this one
             has ended. Outputs carry it.
+        final_only: one output, the finished one, at less cost.
         Raises RequestRejected, AdapterNotFound, EngineClosed at the first step of the iterator.
         """
-        params = sampling_params or SamplingParams()
         # inside, every request has an id of its own: a late abort cannot meet a newer request
         inner = self._llm.new_request_id()
         outer = inner if request_id is None else self._llm.check_request_id(request_id, self._live)
         self._live[outer] = inner
+        finished = False
         try:
-            prepared = await asyncio.to_thread(
-                self._llm.prepare,
+            prepared = await self._prepare(
                 prompt,
-                params,
+                sampling_params or SamplingParams(),
                 adapter,
                 request_id=inner,
                 priority=priority,
                 cache_salt=cache_salt,
+                final_only=final_only,
             )
-            mailbox = _Mailbox()
-            self._llm.submit_to(prepared, mailbox)
-            finished = False
+            mailbox = OutputMailbox()
+            self._llm.submit_to(prepared, _Observed(mailbox, self._observers))
             while not finished:
                 output = await mailbox.get()
                 finished = output.finished
+                if finished:
+                    self._release_id(outer, inner)
                 yield output.renamed(outer)
         finally:
-            self._llm.abort(inner)
-            if self._live.get(outer) == inner:
-                del self._live[outer]
+            if not finished:
+                self._llm.abort(inner)
+            self._release_id(outer, inner)
 
     async def abort(self, request_id: str) -> None:
         """End a request; its iterator ends with an output whose finish reason is "abort".
@@ -106,33 +119,116 @@ class AsyncLLM:
         if request_id in self._live:
             self._llm.abort(self._live[request_id])
 
+    async def render_chat(
+        self, messages: Messages, *, tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> list[int]:
+        """Token ids of a conversation, ready to be answered."""
+        return await asyncio.wrap_future(
+            _submit(self._preparing, lambda: self._llm.render_chat(messages, tools=tools))
+        )
+
+    def _release_id(self, outer: str, inner: str) -> None:
+        if self._live.get(outer) == inner:
+            del self._live[outer]
+
+    async def _prepare(self, *arguments: Any, **options: Any) -> PreparedRequest:
+        future = _submit(self._preparing, lambda: self._llm.prepare(*arguments, **options))
+        return await _result(future, self._llm.discard)
+
+    # ---- adapters ----
+
     async def load_adapter(
-        self, name: str, source: AdapterSource, *, pinned: bool = False, replace: bool = False
+        self,
+        name: str,
+        source: AdapterSource,
+        *,
+        pinned: bool = False,
+        replace: bool = False,
+        roots: Collection[str | Path] | None = None,
     ) -> AdapterStatus:
-        return await asyncio.to_thread(self._llm.load_adapter, name, source, pinned=pinned, replace=replace)
+        """See `LLM.load_adapter`. Cancelling the call does not stop a load that has begun."""
+        return await self._adapter_call(
+            lambda: self._llm.load_adapter(name, source, pinned=pinned, replace=replace, roots=roots)
+        )
 
     async def unload_adapter(self, name: str, *, timeout: int | float | None = None) -> int:
-        return await asyncio.to_thread(self._llm.unload_adapter, name, timeout=timeout)
+        """See `LLM.unload_adapter`. Cancelling the call does not stop an unload that has begun."""
+        return await self._adapter_call(lambda: self._llm.unload_adapter(name, timeout=timeout))
 
     async def blend_adapters(self, name: str, weights: Mapping[str, int | float]) -> AdapterStatus:
-        return await asyncio.to_thread(self._llm.blend_adapters, name, weights)
+        return await self._adapter_call(lambda: self._llm.blend_adapters(name, weights))
 
     async def adapters(self) -> list[AdapterStatus]:
         return await asyncio.to_thread(self._llm.adapters)
 
+    async def _adapter_call(self, call: Callable[[], T]) -> T:
+        return await asyncio.wrap_future(_submit(self._adapter_calls, call))
+
+    # ---- engine ----
+
     async def stats(self) -> EngineStats:
         return await asyncio.to_thread(self._llm.stats)
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Token ids of a conversation, ready to be answered."""
-        return self._llm.render_chat(messages)
+    def check_health(self) -> None:
+        """Raises EngineClosed, with the cause, if the engine no longer serves."""
+        self._llm.check_health()
+
+    async def kv_events(self) -> AsyncGenerator[list[KvEvent], None]:
+        """Events of the prefix cache as they happen, several at once where many came; an empty list
+        first, when nothing can be missed any more.
+
+        Needs `kv_events=True`. Raises QueueFull when more than 10,000 are unread.
+        """
+        mailbox = EventMailbox(MAX_UNREAD_EVENTS)
+        subscription = _submit(self._preparing, lambda: self._llm.subscribe_kv_events(mailbox.put))
+        unsubscribe = await _result(subscription, lambda unsubscribe: unsubscribe())
+        try:
+            yield []
+            while True:
+                yield await mailbox.get()
+        finally:
+            unsubscribe()
+
+    def observe(self, observer: Callable[[RequestOutput], None]) -> None:
+        """Call `observer` with every output of every request, on the engine's thread: for metrics.
+
+        It must be quick, and must not raise.
+        """
+        self._observers.append(observer)
 
     async def close(self) -> None:
-        """Abort what runs and free the device."""
-        await asyncio.to_thread(self._llm.close)
+        """Abort what runs and free the device. Later calls raise EngineClosed."""
+        await asyncio.to_thread(self._close)
+
+    def _close(self) -> None:
+        self._llm.stop()  # ends all requests, hence the unloads that wait for them
+        self._adapter_calls.shutdown()
+        self._preparing.shutdown()
+        self._llm.close()
 
     async def __aenter__(self) -> "AsyncLLM":
         return self
 
     async def __aexit__(self, *exception: object) -> None:
         await self.close()
+
+
+def _submit(executor: ThreadPoolExecutor, call: Callable[[], T]) -> Future[T]:
+    try:
+        return executor.submit(call)
+    except RuntimeError:  # shut down
+        raise EngineClosed("the engine is closed") from None
+
+
+async def _result(future: Future[T], undo: Callable[[T], object]) -> T:
+    """What a thread returns. Cancelled meanwhile, it is undone as soon as it is there."""
+
+    def undo_result(done: Future[T]) -> None:
+        if not done.cancelled() and done.exception() is None:
+            undo(done.result())
+
+    try:
+        return await asyncio.wrap_future(future)
+    except asyncio.CancelledError:
+        future.add_done_callback(undo_result)
+        raise

@@ -1,10 +1,11 @@
-"""The command line: `lorajax generate | inspect | bench | demo`.
+"""The command line: `lorajax generate | serve | inspect | bench | demo`.
 
 A user's mistake is one line on stderr and exit status 2.
 """
 
 import argparse
 import dataclasses
+import os
 import sys
 import types
 import typing
@@ -54,6 +55,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_engine_flags(generate)
     generate.set_defaults(run=_generate)
 
+    _add_serve(commands)
+
     inspect = commands.add_parser("inspect", help="what an adapter holds, and whether it can be served")
     inspect.add_argument("path", help="PEFT folder, or a checkpoint")
     inspect.add_argument("--model", help="the base model to check the adapter against")
@@ -70,10 +73,84 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_serve(commands: typing.Any) -> None:
+    serve = commands.add_parser(
+        "serve",
+        help="serve over gRPC, HTTP or both",
+        description="Serve until SIGTERM or SIGINT. The environment variable LORAJAX_API_KEY, if set, is the "
+        "bearer token that callers must bring.",
+    )
+    serve.add_argument("model", help="Hugging Face folder, *.gguf file or Hub id")
+    serve.add_argument(
+        "--lora-modules", nargs="+", action="extend", default=[], metavar="NAME=PATH", help="adapters to load"
+    )
+    serve.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
+    serve.add_argument("--grpc-port", type=int, help="gRPC port (default: 50051, if there is no --http-port)")
+    serve.add_argument("--http-port", type=int, help="HTTP port (default: no HTTP)")
+    serve.add_argument(
+        "--adapter-root",
+        action="append",
+        default=[],
+        metavar="FOLDER",
+        help="folder from which remote callers may load adapters; repeatable (default: none)",
+    )
+    serve.add_argument(
+        "--allow-runtime-lora-updating",
+        action="store_true",
+        help="HTTP callers may load and unload adapters",
+    )
+    serve.add_argument(
+        "--served-model-name", help="HTTP's name of the base model (default: the checkpoint's)"
+    )
+    serve.add_argument(
+        "--max-message-bytes", type=int, default=16 << 20, help="largest request (default: 16 MiB)"
+    )
+    serve.add_argument("--certificate", type=Path, metavar="PEM", help="speak TLS, with this certificate")
+    serve.add_argument("--key", type=Path, metavar="PEM", help="the certificate's private key")
+    serve.add_argument(
+        "--drain-seconds",
+        type=float,
+        default=30.0,
+        help="how long running requests may take to end after a signal (default: 30)",
+    )
+    _add_engine_flags(serve)
+    serve.set_defaults(run=_serve)
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    from serving.serve import ServeConfig, run
+
+    grpc_port = arguments.grpc_port
+    if grpc_port is None and arguments.http_port is None:
+        grpc_port = ServeConfig.grpc_port
+    config = ServeConfig(
+        host=arguments.host,
+        grpc_port=grpc_port,
+        http_port=arguments.http_port,
+        adapter_roots=tuple(arguments.adapter_root),
+        allow_runtime_lora_updating=arguments.allow_runtime_lora_updating,
+        served_model_name=arguments.served_model_name,
+        max_message_bytes=arguments.max_message_bytes,
+        token=os.environ.get("LORAJAX_API_KEY") or None,
+        certificate=arguments.certificate,
+        key=arguments.key,
+        drain_seconds=arguments.drain_seconds,
+    )
+    adapters = dict(_name_and_path(value, "--lora-modules") for value in arguments.lora_modules)
+    run(
+        arguments.model,
+        adapters,
+        _engine_config(arguments),
+        config,
+        say=lambda line: print(f"lorajax: {line}", file=sys.stderr, flush=True),
+    )
+    return 0
+
+
 def _generate(arguments: argparse.Namespace) -> int:
     from serving.llm import LLM  # JAX loads only for commands that compute
 
-    adapters = dict(_name_and_path(value) for value in arguments.adapter)
+    adapters = dict(_name_and_path(value, "--adapter") for value in arguments.adapter)
     params = SamplingParams(
         max_tokens=arguments.max_tokens, temperature=arguments.temperature, seed=arguments.sampling_seed
     )
@@ -115,10 +192,10 @@ def _demo(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _name_and_path(value: str) -> tuple[str, str]:
+def _name_and_path(value: str, flag: str) -> tuple[str, str]:
     name, separator, path = value.partition("=")
     if not separator or not name or not path:
-        raise ConfigError(f"--adapter is {value!r}; allowed: name=path")
+        raise ConfigError(f"{flag} is {value!r}; allowed: name=path")
     return name, path
 
 

@@ -71,6 +71,10 @@ class LLMEngine:
         self._children: dict[str, tuple[Request, ...]] = {}
         self._num_steps = self._num_finished = self._num_prompt_tokens = self._num_output_tokens = 0
 
+    @property
+    def max_model_len(self) -> int:
+        return self._max_model_len
+
     # ---- requests ----
 
     def prepare(

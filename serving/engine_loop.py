@@ -110,6 +110,11 @@ class EngineLoop:
         self._post(run)
         return future.result()
 
+    def check_open(self) -> None:
+        """Raises EngineClosed after `close`, or after a failure, which is its cause."""
+        if self._closing or self._failure is not None:
+            raise self._closed_error()
+
     def close(self) -> None:
         """Abort what runs, stop the thread. Calling it again does nothing."""
         with self._lock:

@@ -185,6 +185,16 @@ class LLM:
 
     # ---- for AsyncLLM ----
 
+    @property
+    def model_name(self) -> str:
+        """The base model's, which no adapter can have."""
+        return self._engine.adapters.model_name
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of a request, prompt and output together."""
+        return self._engine.max_model_len
+
     def new_request_id(self) -> str:
         """An id that no request had before."""
         return f"request-{next(self._request_numbers)}"
@@ -204,6 +214,10 @@ class LLM:
     def submit_to(self, prepared: PreparedRequest, receiver: Receiver) -> None:
         """Queue a prepared request whose outputs go to `receiver`, on the engine's thread."""
         self._loop.submit_to([prepared], [receiver])
+
+    def discard(self, prepared: PreparedRequest) -> None:
+        """Let go of a prepared request that will not be submitted."""
+        self._engine.discard(prepared)
 
     def abort(self, request_id: str) -> None:
         """End a request. Unknown and finished ids are left alone."""
@@ -231,15 +245,22 @@ class LLM:
     # ---- adapters ----
 
     def load_adapter(
-        self, name: str, source: AdapterSource, *, pinned: bool = False, replace: bool = False
+        self,
+        name: str,
+        source: AdapterSource,
+        *,
+        pinned: bool = False,
+        replace: bool = False,
+        roots: Collection[str | Path] | None = None,
     ) -> AdapterStatus:
         """Validate an adapter completely, then register it under `name`.
 
         The same name and source again changes nothing. pinned: keeps its device slot once it has one.
         replace: a new version for new requests; running ones finish on the weights they began with.
+        roots: folders in which a source that others name must lie, symlinks followed; None trusts it.
         Raises AdapterFormatError, AdapterExists, AdapterCapacityError.
         """
-        status = self._engine.adapters.load(name, source, pinned=pinned, replace=replace)
+        status = self._engine.adapters.load(name, source, pinned=pinned, replace=replace, roots=roots)
         if replace:  # the old version leaves now if nobody uses it
             self._loop.call(self._engine.adapters.collect_drained)
         return status
@@ -271,9 +292,17 @@ class LLM:
         """
         return self._loop.call(lambda: self._engine.subscribe_kv_events(callback))
 
+    def check_health(self) -> None:
+        """Raises EngineClosed, with the cause, if the engine no longer serves."""
+        self._loop.check_open()
+
+    def stop(self) -> None:
+        """Abort what runs; later calls raise EngineClosed. The device is freed by `close`."""
+        self._loop.close()
+
     def close(self) -> None:
         """Abort what runs and free the device. Later calls raise EngineClosed."""
-        self._loop.close()
+        self.stop()
         self._engine.close()
 
     def __enter__(self) -> "LLM":

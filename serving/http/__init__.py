@@ -1,0 +1,1 @@
+"""HTTP: OpenAI's routes, adapters, metrics and health. Needs the extra `lorajax[http]`."""

@@ -1,0 +1,1 @@
+"""gRPC: server and client of `lorajax.proto`. Needs the extra `lorajax[grpc]`."""
