@@ -5,6 +5,8 @@ still read it. Padding rows have position -1, slot 0, and write past the page po
 """
 
 import dataclasses
+import operator
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,8 @@ from serving.buckets import Buckets
 from serving.config import PREFILL_BLOCK
 from serving.request import Request
 from serving.scheduler import PrefillChunk
+
+_slot = operator.attrgetter("slot")
 
 MAX_TEMPERATURE = 1e20
 MIN_TOP_P = 1e-20
@@ -98,17 +102,18 @@ class BatchBuilder:
 
         Rows are sorted by slot: the adapter matmuls then read each adapter once.
         """
-        requests = sorted(requests, key=lambda request: request.slot)
-        rows = self.buckets.rows_for(len(requests))
+        requests = sorted(requests, key=_slot)
+        count, rows = len(requests), self.buckets.rows_for(len(requests))
         batch = self._empty(rows, block=1)
-        for row, request in enumerate(requests):
-            position = request.num_tokens - 1
-            batch["token_ids"][row] = request.last_token_id
-            batch["positions"][row] = position
-            page = request.page_ids[position // self.page_size]
-            batch["write_index"][row] = page * self.page_size + position % self.page_size
-            batch["page_table"][row, : len(request.page_ids)] = request.page_ids
-            batch["slot"][row] = request.slot
+        # columns at once: row by row, numpy would cost more than the whole of scheduling
+        positions = np.array([request.num_computed_tokens for request in requests], np.int32)
+        pages = batch["page_table"][:count]
+        np.concatenate([request.page_row for request in requests], out=pages.reshape(-1))
+        current = pages[np.arange(count), positions // self.page_size]
+        batch["token_ids"][:count] = [request.output_token_ids[-1] for request in requests]
+        batch["positions"][:count] = positions
+        batch["write_index"][:count] = current * self.page_size + positions % self.page_size
+        batch["slot"][:count] = [request.slot for request in requests]
         return self._finish(batch, requests, rows, None)
 
     def build_prefill(self, chunks: list[PrefillChunk]) -> PaddedBatch:
@@ -123,14 +128,14 @@ class BatchBuilder:
             begin = first_block * PREFILL_BLOCK
             last_block = first_block + -(-count // PREFILL_BLOCK)
             positions = np.arange(chunk.start, chunk.start + count, dtype=np.int32)
-            pages = np.asarray(request.page_ids, np.int32)
+            pages = request.page_row
             rows = slice(begin, begin + count)
             batch["token_ids"][rows] = request.token_ids(chunk.start, chunk.start + count)
             batch["positions"][rows] = positions
             cells = pages[positions // self.page_size] * self.page_size + positions % self.page_size
             batch["write_index"][rows] = cells
             batch["block_seq"][first_block:last_block] = seq
-            batch["page_table"][seq, : len(pages)] = pages
+            batch["page_table"][seq] = pages
             batch["slot"][first_block:last_block] = request.slot
             first, end = _scored_tokens(chunk)
             if first < end:  # a token is scored in the row of the token before it
@@ -217,23 +222,25 @@ def _sampling_if_any_draws(requests: list[Request], rows: int) -> SamplingRows |
 
 def sampling_rows(requests: list[Request], rows: int) -> SamplingRows:
     """The requests' settings as arrays of `rows` rows; those without a request are greedy."""
-    sampling = SamplingRows(
-        temperature=np.zeros(rows, np.float32),
-        top_k=np.zeros(rows, np.int32),
-        top_p=np.ones(rows, np.float32),
-        min_p=np.zeros(rows, np.float32),
-        seed=np.zeros((rows, 2), np.uint32),
-        child=np.zeros(rows, np.int32),
-        position=np.zeros(rows, np.int32),
+    count, params = len(requests), [request.params for request in requests]
+
+    def column(values: Sequence, fill: int, dtype: type) -> np.ndarray:
+        padded = np.full(rows, fill, dtype)
+        padded[:count] = values
+        return padded
+
+    seeds = np.zeros((rows, 2), np.uint32)
+    words = np.array([request.seed for request in requests], np.uint64)
+    seeds[:count, 0], seeds[:count, 1] = words & np.uint64(0xFFFFFFFF), words >> np.uint64(32)
+    # clipped so that in float32 none becomes inf or 0: beyond, they mean what the limit means
+    return SamplingRows(
+        temperature=column(
+            [0 if p.greedy else min(p.temperature, MAX_TEMPERATURE) for p in params], 0, np.float32
+        ),
+        top_k=column([min(max(p.top_k, 0), MAX_TOP_K) for p in params], 0, np.int32),
+        top_p=column([max(p.top_p, MIN_TOP_P) for p in params], 1, np.float32),
+        min_p=column([p.min_p for p in params], 0, np.float32),
+        seed=seeds,
+        child=column([request.child_index for request in requests], 0, np.int32),
+        position=column([request.num_tokens for request in requests], 0, np.int32),
     )
-    for row, request in enumerate(requests):
-        params = request.params
-        # clipped so that in float32 none becomes inf or 0: beyond, they mean what the limit means
-        sampling.temperature[row] = 0.0 if params.greedy else min(params.temperature, MAX_TEMPERATURE)
-        sampling.top_k[row] = min(max(params.top_k, 0), MAX_TOP_K)
-        sampling.top_p[row] = max(params.top_p, MIN_TOP_P)
-        sampling.min_p[row] = params.min_p
-        sampling.seed[row] = request.seed & 0xFFFFFFFF, request.seed >> 32 & 0xFFFFFFFF
-        sampling.child[row] = request.child_index
-        sampling.position[row] = request.num_tokens
-    return sampling

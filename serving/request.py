@@ -3,11 +3,15 @@
 import dataclasses
 import enum
 
+import numpy as np
+
 from serving.block_hash import NamespaceKeys
 from serving.request_adjustment import RequestAdjustment
 from serving.sampling_params import SamplingParams
 
 Order = tuple[int, int]
+
+NO_PAGES = np.empty(0, np.int32)
 
 
 class RequestStatus(enum.Enum):
@@ -42,6 +46,7 @@ class Request:
     creation. deadline: in the scheduler's clock, seconds.
     adjustment: what it does to its logits before a draw; None for nothing. score_from: the first prompt
     token whose log-probability is wanted, at least 1; None for none.
+    page_row: page_ids as a row of a batch's page table, zeros behind them; empty when it does not run.
     """
 
     request_id: str
@@ -70,6 +75,7 @@ class Request:
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
     page_ids: list[int] = dataclasses.field(default_factory=list)
+    page_row: np.ndarray = dataclasses.field(default_factory=lambda: NO_PAGES)
     block_hashes: list[bytes] = dataclasses.field(default_factory=list)
     slot: int = 0
     num_preemptions: int = 0
@@ -85,10 +91,6 @@ class Request:
         return len(self.prompt_token_ids) + len(self.output_token_ids)
 
     @property
-    def last_token_id(self) -> int:
-        return self.output_token_ids[-1] if self.output_token_ids else self.prompt_token_ids[-1]
-
-    @property
     def prompt_computed(self) -> bool:
         """Whether the KV of the whole prompt exists."""
         return self.num_computed_tokens >= self.num_prompt_tokens
@@ -101,6 +103,21 @@ class Request:
         if start >= prompt:
             return self.output_token_ids[start - prompt : end - prompt]
         return self.prompt_token_ids[start:] + self.output_token_ids[: end - prompt]
+
+    def take_pages(self, page_ids: list[int], max_pages: int) -> None:
+        """Begin to run on these pages; it may come to have `max_pages`."""
+        self.page_ids, self.page_row = page_ids, np.zeros(max_pages, np.int32)
+        self.page_row[: len(page_ids)] = page_ids
+
+    def add_page(self, page_id: int) -> None:
+        self.page_row[len(self.page_ids)] = page_id
+        self.page_ids.append(page_id)
+
+    def replace_page(self, index: int, page_id: int) -> None:
+        self.page_row[index] = self.page_ids[index] = page_id
+
+    def drop_pages(self) -> None:
+        self.page_ids, self.page_row = [], NO_PAGES
 
 
 def order_of(request: Request) -> Order:

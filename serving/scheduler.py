@@ -42,6 +42,7 @@ class Scheduler:
     ):
         self.config, self.pool, self.cache, self.slots = config, pool, cache, slots
         self._clock = clock
+        self._max_pages = -(-config.max_model_len // config.page_size)
         self._turns = AdapterTurns(slots, max_places=config.max_loras, patience=config.adapter_patience)
         self.running: list[Request] = []  # in the order of priority, then arrival
         self._prefilling: list[Request] = []  # of these: those with known tokens to compute
@@ -155,7 +156,7 @@ class Scheduler:
     def _stop_running(self, request: Request) -> None:
         """Take a running request's pages and pin."""
         self.cache.release(request.page_ids)
-        request.page_ids.clear()
+        request.drop_pages()
         self._turns.stop(request)
         position = bisect.bisect_left(self.running, order_of(request), key=order_of)
         assert self.running[position] is request
@@ -200,7 +201,7 @@ class Scheduler:
             while request.status is running and not self.pool.num_available:
                 self._preempt(self.running[-1], batch)
             if request.status is running:
-                request.page_ids.append(self.cache.allocate())
+                request.add_page(self.cache.allocate())
         batch.decodes = [r for r in decodes if r.status is running] if batch.preempted else decodes
 
     def _preempt(self, request: Request, batch: ScheduledBatch) -> None:
@@ -254,7 +255,8 @@ class Scheduler:
             return False
         self._queue.remove(request)
         self.cache.share(shared)
-        request.page_ids = shared + [self.cache.allocate() for _ in range(num_new)]
+        own = [self.cache.allocate() for _ in range(num_new)]
+        request.take_pages(shared + own, self._max_pages)
         request.num_computed_tokens = len(shared) * self.config.page_size
         if not request.num_preemptions:
             request.num_cached_tokens = request.num_computed_tokens
@@ -307,7 +309,9 @@ class Scheduler:
                 adapter_id=request.adapter_id,
                 adapter_name=request.adapter_name,
             )
-            pages[page] = self.cache.commit(block)
+            committed = self.cache.commit(block)
+            if committed != pages[page]:
+                request.replace_page(page, committed)
 
     # ---- results ----
 
@@ -365,7 +369,10 @@ class Scheduler:
         queued = [*self._queue, *(r for followers in self._followers.values() for r in followers)]
         assert sorted(queued, key=order_of) == self.waiting
         assert all(leader.status is not RequestStatus.FINISHED for leader in self._followers)
-        assert all(not r.page_ids and not r.slot and not r.num_computed_tokens for r in queued)
+        assert all(
+            not r.page_ids and not r.page_row.size and not r.slot and not r.num_computed_tokens
+            for r in queued
+        )
         assert self.running == sorted(self.running, key=order_of)
         assert all(r.status is RequestStatus.RUNNING for r in self.running)
         assert {*queued, *self.running} == set(self._live.values())
@@ -381,6 +388,8 @@ class Scheduler:
         assert all(r.num_computed_tokens == r.num_tokens - 1 and r.output_token_ids for r in decoding)
         for request in self.running:
             assert len(set(request.page_ids)) == len(request.page_ids)
+            assert request.page_row[: len(request.page_ids)].tolist() == request.page_ids
+            assert not request.page_row[len(request.page_ids) :].any()
             assert len(request.page_ids) * self.config.page_size >= request.num_tokens - 1
             assert request.num_computed_tokens < request.num_tokens
         assert len(self._deadlines) == sum(r.deadline is not None for r in self._live.values())

@@ -46,8 +46,8 @@ class HostCost:
 
     @property
     def per_request(self) -> float:
-        """Microseconds of scheduling (without building arrays) per running request and step."""
-        return (self.schedule + self.update) / self.num_running
+        """Microseconds per running request and step."""
+        return (self.schedule + self.build + self.update) / self.num_running
 
 
 def measure(
@@ -144,7 +144,7 @@ def report(costs: Sequence[HostCost], console: Console) -> None:
         "schedule",
         "build",
         "update",
-        "schedule + update each",
+        "all, per request",
     ):
         table.add_column(heading, justify="right")
     for cost in costs:
