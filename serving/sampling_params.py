@@ -1,7 +1,6 @@
 """`SamplingParams`: how a request's tokens are chosen, validated when it is made."""
 
 import dataclasses
-import functools
 import math
 import typing
 from collections.abc import Iterable, Mapping, Sequence
@@ -90,7 +89,7 @@ class SamplingParams:
         """`stop`, however it was given."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
-    @functools.cached_property
+    @property
     def greedy(self) -> bool:
         return self.temperature < GREEDY_BELOW
 

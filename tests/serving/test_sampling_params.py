@@ -169,6 +169,14 @@ def test_values_are_normalised():
     assert SamplingParams().stop_strings == ()
 
 
+def test_settings_that_have_served_copy_as_new_ones_do():
+    """Whatever the engine derives from them is not among their fields."""
+    params = SamplingParams(temperature=0.0, stop="end", seed=3)
+    for name in dir(params):
+        getattr(params, name)
+    assert SamplingParams(**vars(params)) == params
+
+
 def test_a_callers_list_can_change_without_harm():
     stop, bias = ["a"], {1: 1.0}
     params = SamplingParams(stop=stop, logit_bias=bias)
