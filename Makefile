@@ -5,6 +5,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 NOT_BY_DEFAULT := slow or parity or gpu
+# More workers than cores only wait for each other: each compiles programs of its own.
+WORKERS ?= 2
 
 .PHONY: demo test lint unit slow parity proto clean
 
@@ -20,7 +22,7 @@ lint: $(VENV)/.dev
 	$(BIN)/lint-imports
 
 unit: $(VENV)/.dev
-	$(BIN)/python -m pytest -m "not ($(NOT_BY_DEFAULT))" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not ($(NOT_BY_DEFAULT))" -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 slow: $(VENV)/.dev
 	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
